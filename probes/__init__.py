@@ -1,0 +1,1 @@
+"""What the attention of a trained model does: dispersion, separation, sinks, per head, on any torch module."""

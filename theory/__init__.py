@@ -1,0 +1,1 @@
+"""What the bounds on softmax stability say, in symbols (sympy) and in numbers (numpy, log domain)."""
