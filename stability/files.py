@@ -45,7 +45,9 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     except OSError as error:
-        raise UserError(f"Expected a writable folder for {target}, but got {error.strerror}; choose another place.") from error
+        raise UserError(
+            f"Expected a writable folder for {target}, but got {error.strerror}; choose another place."
+        ) from error
     os.close(handle)
     temporary = Path(name)
     try:
@@ -79,7 +81,9 @@ def atomic_folder(path: str | os.PathLike[str], *, force: bool = False) -> Itera
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     except OSError as error:
-        raise UserError(f"Expected a writable folder for {target}, but got {error.strerror}; choose another place.") from error
+        raise UserError(
+            f"Expected a writable folder for {target}, but got {error.strerror}; choose another place."
+        ) from error
     try:
         yield temporary
         mask = os.umask(0)
@@ -178,10 +182,15 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> pd.
     try:
         table = pq.read_table(source)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"Expected a Parquet table at {source}, but it can't be read as one ({str(error).splitlines()[0]}).") from error
+        raise UserError(
+            f"Expected a Parquet table at {source}, but it can't be read as one ({str(error).splitlines()[0]})."
+        ) from error
     missing = [name for name in columns if name not in table.column_names]
     if missing:
-        raise UserError(f"Expected the table {source} to have the columns {', '.join(columns)}, but {', '.join(missing)} missing; it has {', '.join(table.column_names)}.")
+        raise UserError(
+            f"Expected the table {source} to have the columns {', '.join(columns)}, but it lacks {', '.join(missing)}; "
+            f"it has {', '.join(table.column_names)}."
+        )
     metadata: Mapping[bytes, bytes] = table.schema.metadata or {}
     frame = table.to_pandas()
     assert isinstance(frame, pd.DataFrame)
