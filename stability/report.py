@@ -9,69 +9,18 @@ import base64
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from stability import __version__
 from stability.errors import UserError
 from stability.files import atomic_write, read_table, refuse_existing
+from stability.report_sections import MAKERS, Gathered, Section
 
-if TYPE_CHECKING:
-    from stability.landscape import Surface
-
-TABLES = ("history", "measurements", "verdicts", "surface", "lipschitz")
-
-
-@dataclass
-class Table:
-    """A table of the page, its cells already words.
-
-    Args:
-        caption: what it shows, with units.
-        columns: headings.
-        rows: cells.
-        folded: shown only on a click.
-    """
-
-    caption: str
-    columns: list[str]
-    rows: list[list[str]]
-    folded: bool = False
-
-
-@dataclass
-class Section:
-    """A part of the page.
-
-    Args:
-        title: its heading.
-        words: a paragraph before the figures.
-        figures: name of each figure, its caption and the figure.
-        tables: after the figures.
-    """
-
-    title: str
-    words: str = ""
-    figures: list[tuple[str, str, Figure]] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-
-
-@dataclass
-class Gathered:
-    """The tables found in the folders, by the folder's name.
-
-    Args:
-        tables: for each kind of table (`TABLES`), the frames by folder name.
-        surfaces: the loss surfaces by folder name.
-    """
-
-    tables: dict[str, dict[str, pd.DataFrame]]
-    surfaces: dict[str, Surface]
+KINDS = tuple(kind for kind, _ in MAKERS)
 
 
 def gather(folders: Sequence[str | os.PathLike[str]]) -> Gathered:
@@ -93,17 +42,17 @@ def gather(folders: Sequence[str | os.PathLike[str]]) -> Gathered:
         if not folder.is_dir():
             raise UserError(f"Expected a folder at {folder}, but there is none; give run folders or a demo's folder.")
         places += [folder, *sorted(sub for sub in folder.iterdir() if sub.is_dir() and not sub.name.startswith("."))]
-    found = Gathered({kind: {} for kind in TABLES}, {})
+    found = Gathered({kind: {} for kind in KINDS}, {})
     for place in dict.fromkeys(place.resolve() for place in places):
         name = _unused(place.name, {name for frames in found.tables.values() for name in frames})
-        for kind in TABLES:
+        for kind in KINDS:
             path = place / f"{kind}.parquet"
             if path.is_file():
                 found.tables[kind][name] = read_table(path)
                 if kind == "surface":
                     found.surfaces[name] = Surface.read(path)
     if not any(found.tables.values()):
-        kinds = ", ".join(f"{kind}.parquet" for kind in TABLES)
+        kinds = ", ".join(f"{kind}.parquet" for kind in KINDS)
         raise UserError(f"Expected tables ({kinds}) in {', '.join(map(str, folders))}, but found none.")
     return found
 
@@ -124,16 +73,7 @@ def sections(found: Gathered) -> list[Section]:
     Returns:
         One section for each kind of table that is there, in the order of the work.
     """
-    from stability import report_sections
-
-    makers = (
-        ("history", report_sections.learning),
-        ("measurements", report_sections.measurements),
-        ("verdicts", report_sections.verdicts),
-        ("surface", report_sections.landscapes),
-        ("lipschitz", report_sections.lipschitz),
-    )
-    return [make(found) for kind, make in makers if found.tables[kind]]
+    return [make(found) for kind, make in MAKERS if found.tables[kind]]
 
 
 def save_figures(parts: Sequence[Section], folder: Path) -> list[Path]:
