@@ -1,0 +1,1 @@
+"""What each subcommand of the command line does, as plain functions."""

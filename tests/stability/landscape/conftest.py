@@ -1,0 +1,6 @@
+"""Makes the models beside the tests importable, also under pytest's importlib mode."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
