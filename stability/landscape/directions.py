@@ -132,7 +132,7 @@ class Directions:
         try:
             with safe_open(path, "pt") as file:
                 record = json.loads(file.metadata()["directions"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"Expected saved directions at {path}, but they can't be read ({error}).") from error
         x, y = ({name[2:]: tensor for name, tensor in tensors.items() if name.startswith(f"{axis}.")} for axis in "xy")

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toy_models import Encoder, Quadratic, own_loss, pairs
 
 from stability import landscape
 from stability.errors import UserError
 from stability.landscape import directions
-from toy_models import Encoder, Quadratic, own_loss, pairs
 
 
 def test_quadratic_gives_the_exact_parabola() -> None:
