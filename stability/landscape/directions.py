@@ -132,7 +132,8 @@ class Directions:
         try:
             with safe_open(path, "pt") as file:
                 record = json.loads(file.metadata()["directions"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                names = file.keys()
+                tensors = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"Expected saved directions at {path}, but they can't be read ({error}).") from error
         x, y = ({name[2:]: tensor for name, tensor in tensors.items() if name.startswith(f"{axis}.")} for axis in "xy")

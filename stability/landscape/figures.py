@@ -279,9 +279,8 @@ def _subtitle(surface: Surface, function: str) -> str:
 def _mark_missing(ax: Axes, surface: Surface, missing: Any) -> None:
     if missing.any():
         cells = np.ma.masked_array(np.ones(missing.shape), ~missing)
-        ax.pcolor(
-            surface.x, surface.y, cells, cmap=None, facecolor=NOT_FINITE, hatch="xx", shading="nearest", zorder=0.5
-        )
+        colour = ListedColormap([NOT_FINITE])
+        ax.pcolor(surface.x, surface.y, cells, cmap=colour, hatch="xx", shading="nearest", zorder=0.5)
         patch = Patch(facecolor=NOT_FINITE, hatch="xx", label=f"not finite ({missing.sum()} points)")
         ax.legend(handles=[patch], loc="upper right", fontsize=8)
 

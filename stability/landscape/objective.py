@@ -103,16 +103,16 @@ def make_objective(
         )
     if callable(loss):
         return Objective({"loss": loss, **(functions or {})}, None, reduction)
-    if not (isinstance(loss, tuple) and len(loss) == 2 and callable(loss[0]) and isinstance(loss[1], Iterable)):
-            f"Expected `loss` to be a function of the model or a pair (loss_fn, batches), not {type(loss).__name__}."
-            f"Expected `loss` to be a function of the model or a pair (loss_fn, batches), but got {type(loss).__name__}."
-        )
-    batches = loss[1]
+    pair: Any = loss
+    if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[0]) and isinstance(pair[1], Iterable)):
+        got = type(loss).__name__
+        raise UserError(f"Expected `loss` to be a function of the model or a pair (loss_fn, batches), but got {got}.")
+    batches = pair[1]
     # An iterator can be read once only, a landscape reads its data at every point.
     kept = list(batches) if isinstance(batches, Iterator) else batches
     if next(iter(kept), None) is None:
         raise UserError("Expected at least one batch beside the loss function, but got none.")
-    return Objective({"loss": loss[0], **(functions or {})}, kept, reduction)
+    return Objective({"loss": pair[0], **(functions or {})}, kept, reduction)
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
