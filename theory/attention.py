@@ -1,0 +1,245 @@
+r"""Theorems 3, 4 and 5: Lipschitz constants of one attention with respect to its parameters and its input.
+
+The map is :math:`A(X) = V X\, \mathrm{softmax}_K(X^T W X)`; distances between token matrices are sums of token norms,
+:math:`\|X\|_{2,1}`, those between W or V spectral norms.
+
+The full text of the theorems was not at hand: the published forms are *reconstructed* from first principles and agree
+with every ratio in Appendix F.4 of [1]. The sharp forms are ours and rigorous; docs/theory.md derives them.
+
+[1] Ram et al., Transformers Learn Faster with Semantic Focus, NeurIPS 2025.
+[2] Yudin et al., Pay Attention to Attention Distribution: A New Local Lipschitz Bound for Transformers, 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+from numpy.typing import ArrayLike, NDArray
+
+from theory.bound import PAPER, RECONSTRUCTED, Bound
+from theory.softmax import LARGEST, ONE_NORM, PUBLISHED_SETS, SHARP_SETS, spectral_factor
+from theory.symbols import Expression, symbol
+
+_length, _keys, _beta = symbol("length"), symbol("keys"), symbol("sink_ratio")
+_tokens, _score, _value = symbol("token_norm"), symbol("score_norm"), symbol("value_norm")
+_dispersion = symbol("dispersion")
+_logits: Expression = _score * _tokens**2
+_scale: Expression = _length * _value * _tokens**3
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The three Lipschitz constants of one attention.
+
+    Args:
+        parameter_stability: with respect to W, in output norm (2, 1) per unit of spectral norm.
+        input_stability: with respect to X, dimensionless.
+        value_stability: with respect to V, in output norm (2, 1) per unit of spectral norm.
+    """
+
+    parameter_stability: Bound
+    input_stability: Bound
+    value_stability: Bound
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """The three, in the order of the fields."""
+        return self.parameter_stability, self.input_stability, self.value_stability
+
+
+@dataclass(frozen=True)
+class Theorem(Constants):
+    """A theorem of the paper: its published constants and what can be said rigorously instead.
+
+    Args:
+        name: `theorem-3`, `theorem-4` or `theorem-5`.
+        assumptions: what it assumes, in words.
+        sharp: our rigorous constants from the same quantities.
+        local_input_stability: the rigorous constant for infinitesimal changes, where the kept sets stay.
+    """
+
+    name: str
+    assumptions: str
+    sharp: Constants
+    local_input_stability: Bound
+
+    @property
+    def all_bounds(self) -> tuple[Bound, ...]:
+        """Published, sharp and local constants."""
+        return (*self.bounds, *self.sharp.bounds, self.local_input_stability)
+
+
+def _constants(
+    name: str, assumptions: str, source: str, letters: dict[str, str], parameter: Expression, inputs: Expression
+) -> Constants:
+    # Name the three constants of one theorem.
+    return Constants(
+        Bound(f"{name}-parameter", r"\lambda_W", parameter, assumptions, source, letters),
+        Bound(f"{name}-input", r"\lambda_X", inputs, assumptions, source, letters),
+        Bound(
+            f"{name}-value",
+            r"\lambda_V",
+            _length * _tokens,
+            f"{assumptions}. Reached when all tokens are equal",
+            source,
+            letters,
+        ),
+    )
+
+
+def _theorem(
+    number: int,
+    assumptions: str,
+    letters: dict[str, str],
+    published: tuple[Expression, Expression],
+    sharp: tuple[Expression, Expression],
+    local: Expression,
+) -> Theorem:
+    # Put the published, sharp and local forms of one theorem together.
+    name = f"theorem-{number}"
+    common = f"token norms at most Xi, ||W||_2 at most Gamma, ||V||_2 at most Upsilon; {assumptions}"
+    ours = "this project; derivation in docs/theory.md"
+    outer = _constants(name, common, f"{PAPER}, Theorem {number}; {RECONSTRUCTED}", letters, *published)
+    inner = _constants(f"{name}-sharp", common, ours, letters, *sharp)
+    still = Bound(
+        f"{name}-local-input",
+        r"\lambda_X",
+        local,
+        f"{common}; infinitesimal changes, the kept sets stay",
+        ours,
+        letters,
+    )
+    return Theorem(
+        outer.parameter_stability,
+        outer.input_stability,
+        outer.value_stability,
+        name,
+        common,
+        inner,
+        still,
+    )
+
+
+def _same_sets(number: int, assumptions: str, letter: str, beta: Expression) -> Theorem:
+    # Theorems 3 and 4: the kept sets don't depend on the input.
+    published = (_scale * sympy.exp(_dispersion), _value * sympy.exp(_dispersion) * (1 + 2 * _logits))
+    # 2 q (1 - q) k is ONE_NORM * k; each key is kept by at most beta k queries.
+    inputs = _value * (beta * _keys * LARGEST + _logits * (beta * _keys * ONE_NORM + 1))
+    sharp = (_scale * sympy.Min(1, _keys * ONE_NORM), inputs)
+    return _theorem(number, assumptions, {"dispersion": letter}, published, sharp, inputs)
+
+
+full: Theorem = _same_sets(
+    3,
+    "every query attends to all keys (k = L), and the dispersion of each query's logits is at most delta_s "
+    "all the way between the two points",
+    r"\delta_s",
+    sympy.Integer(1),
+)
+regular: Theorem = _same_sets(
+    4,
+    "each query keeps k keys and each key is kept by k queries, whatever the input, and the dispersion over kept keys "
+    "is at most delta_r all the way between the two points. No gain over Theorem 3 unless delta_r is below delta_s",
+    r"\delta_r",
+    sympy.Integer(1),
+)
+heavy_hitter: Theorem = _theorem(
+    5,
+    "each query keeps its k largest logits, each key is kept by at most beta k queries; dispersion over kept keys at "
+    "most delta_h and separation of kept from masked logits at least Delta_h at both points",
+    {"dispersion": r"\delta_h", "separation": r"\Delta_h"},
+    published=(
+        2 * _scale * sympy.exp(_dispersion) * PUBLISHED_SETS,
+        _value * sympy.exp(_dispersion) * (2 * _logits * (1 + _beta) * PUBLISHED_SETS + _beta),
+    ),
+    sharp=(
+        2 * _scale * _keys * LARGEST * SHARP_SETS,
+        _value * (_beta * _keys * LARGEST + 2 * _keys * LARGEST * SHARP_SETS * (1 + _beta) * _logits),
+    ),
+    local=_value * (_beta * _keys * LARGEST + _logits * (_beta * _keys * ONE_NORM + 1)),
+)
+THEOREMS = (full, regular, heavy_hitter)
+
+yudin = Bound(
+    "yudin",
+    r"\|D A(X)\|_2",
+    _value * (symbol("score_spectral_norm") + 2 * symbol("tokens_spectral_norm") ** 2 * _score * symbol("curvature")),
+    "infinitesimal changes at the tokens where the attention matrix P was measured; Frobenius norms of token matrices",
+    "[2] Yudin et al. 2025",
+)
+
+
+def yudin_bound(weights: ArrayLike, tokens: ArrayLike, *, score_norm: float, value_norm: float) -> float:
+    r"""Evaluate :math:`\|V\| (\|P\| + 2 \|X\|^2 \|W\| \max_i g_1(P_i))` from a measured attention matrix [2].
+
+    Args:
+        weights: attention matrix P, shape (query, key), rows that sum to 1.
+        tokens: tokens X, shape (key, dim).
+        score_norm: spectral norm of W.
+        value_norm: spectral norm of V.
+
+    Returns:
+        A bound on the local Lipschitz constant in the Frobenius norm.
+
+    Raises:
+        ValueError: if the shapes don't fit.
+    """
+    matrix, points = np.asarray(weights, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+    if matrix.ndim != 2 or points.ndim != 2 or matrix.shape[1] != points.shape[0]:
+        raise ValueError(
+            f"Expected `weights` (query, key) and `tokens` (key, dim), but got {matrix.shape} and {points.shape}."
+        )
+    return float(
+        yudin.value(
+            score_spectral_norm=np.linalg.norm(matrix, 2),
+            tokens_spectral_norm=np.linalg.norm(points, 2),
+            curvature=spectral_factor(matrix).max(),
+            score_norm=score_norm,
+            value_norm=value_norm,
+        )
+    )
+
+
+def measured_value_stability(weights: ArrayLike, tokens: ArrayLike) -> float:
+    r"""Measure :math:`\lambda_V = \sum_i \|X s_i\|_2` exactly: what V does at most to the mean tokens of all queries.
+
+    Args:
+        weights: attention matrix, shape (query, key), rows that sum to 1.
+        tokens: tokens, shape (key, dim).
+
+    Returns:
+        The constant, at most the number of queries times the largest token norm.
+    """
+    means = np.asarray(weights, dtype=np.float64) @ np.asarray(tokens, dtype=np.float64)  # (query, dim)
+    return float(np.linalg.norm(means, axis=-1).sum())
+
+
+def measured_input_stability(
+    weights: ArrayLike, *, token_norm: float, score_norm: float, value_norm: float
+) -> NDArray[np.float64]:
+    r"""Bound the local input stability from a measured attention matrix, the kept sets held.
+
+    With :math:`s_{ji}` the weight of key j for query i, the constant is the largest over keys j of
+    :math:`\Upsilon [ \sum_i s_{ji} + \Gamma \Xi^2 ( \sum_i 2 s_{ji} (1 - s_{ji}) + h_j ) ]`, where
+    :math:`h_j = \min(1, \sum_l 2 s_{lj} (1 - s_{lj}))` bounds the effect of moving j as a query.
+
+    Args:
+        weights: attention matrix, shape (query, key), rows that sum to 1; queries and keys are the same tokens.
+        token_norm: largest token norm.
+        score_norm: spectral norm of W.
+        value_norm: spectral norm of V.
+
+    Returns:
+        The constant, a 0-d array.
+
+    Raises:
+        ValueError: if the matrix isn't square.
+    """
+    matrix = np.asarray(weights, dtype=np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"Expected `weights` to be a square matrix (query, key), but got shape {matrix.shape}.")
+    twice = 2 * matrix * (1 - matrix)
+    as_query = np.minimum(1.0, twice.sum(1))
+    return np.asarray(value_norm * (matrix.sum(0) + score_norm * token_norm**2 * (twice.sum(0) + as_query)).max())
