@@ -1,1 +1,29 @@
 """What the attention of a trained model does: dispersion, separation, sinks, per head, on any torch module."""
+
+from __future__ import annotations
+
+from probes import plots, selection, statistics
+from probes.attend import attend
+from probes.attention import AttentionCall
+from probes.capture import capture
+from probes.errors import MissedAttention, ProbeError
+from probes.measure import Watch, measure, watch
+from probes.selection import Full, Selection, TopK, parse
+
+__all__ = [
+    "AttentionCall",
+    "Full",
+    "MissedAttention",
+    "ProbeError",
+    "Selection",
+    "TopK",
+    "Watch",
+    "attend",
+    "capture",
+    "measure",
+    "parse",
+    "plots",
+    "selection",
+    "statistics",
+    "watch",
+]

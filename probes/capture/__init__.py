@@ -1,0 +1,179 @@
+"""Catch every attention call of a model while it runs, and change nothing.
+
+How a call reaches us, in this order: the attention interface of transformers (`library`); torch's own fused attention
+and this project's `attend` (`mode`); scores, softmax and values written out by hand (`trace`). Names come from a
+stack of the running modules (`frames`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probes.attention import AttentionCall
+from probes.capture import library
+from probes.capture.frames import Frame, Frames
+from probes.capture.mode import Watching
+from probes.capture.trace import Track
+
+
+class Capture:
+    """Hands each attention call of a model to a function while it is open as a context.
+
+    Args:
+        model: any torch module.
+        receive: called with each attention call, in order.
+
+    Raises:
+        ValueError: if `model` is not a torch module.
+    """
+
+    def __init__(self, model: nn.Module, receive: Callable[[AttentionCall], None]) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}.")
+        self.model = model
+        self.suspended = False
+        self._receive = receive
+        self._thread = 0
+        self._inner: list[dict[str, Any]] | None = None
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Capture:
+        self._thread = threading.get_ident()
+        self.frames = Frames(self.model, self._look_away, self._left)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.frames.close)
+            self.frames.attach(self.model)
+            self._watching = Watching(self)
+            stack.enter_context(self._watching)
+            library.patch()
+            stack.callback(library.unpatch)
+            library.listeners().append(self)
+            stack.callback(library.listeners().remove, self)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exit.close()
+
+    def _look_away(self) -> bool:
+        # A backward pass runs modules again under gradient checkpointing; their attention was seen in the forward pass.
+        return threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1
+
+    def _left(self, frame: Frame) -> None:
+        if not self.frames.stack:
+            self._watching.tracer.clear()
+
+    def library_call(
+        self, implementation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a library's attention function and claim what it computes; see `library.Listener`.
+
+        Args:
+            implementation: its name.
+            function: the function.
+            args: its arguments.
+            kwargs: its named arguments.
+
+        Returns:
+            What the function returns.
+        """
+        fields = library.describe(args, kwargs)
+        if fields is None or self._look_away():
+            return function(*args, **kwargs)
+        outer, self.suspended, self._inner = self.suspended, True, []
+        try:
+            result = function(*args, **kwargs)
+            inner = self._inner
+        finally:
+            self.suspended, self._inner = outer, None
+        module = fields.pop("module")
+        if len(inner) == 1:
+            # What torch's attention was really given decides; the interface knows the shapes before heads are packed.
+            fields |= {"causal": inner[0]["causal"], "scale": inner[0]["scale"], "softcap": None, "sinks": None}
+            if inner[0]["query"].shape == fields["query"].shape:
+                fields |= {"mask": inner[0]["mask"], "bias": None}
+        self._claim(fields | {"implementation": implementation}, module)
+        return result
+
+    def fused(self, fields: dict[str, Any]) -> None:
+        """Claim a call of torch's attention or of `attend`; see `mode.Claims`.
+
+        Args:
+            fields: fields of an `AttentionCall`.
+        """
+        if self._look_away():
+            return
+        if self._inner is not None:
+            self._inner.append(fields)
+        elif not self.suspended:
+            self._claim(fields, None)
+
+    def written_out(self, track: Track) -> None:
+        """Claim a call whose softmax was written out; see `mode.Claims`.
+
+        Args:
+            track: the weights.
+        """
+        if self._look_away():
+            return
+        scores, forbidden = track.scores, track.forbidden
+        assert scores is not None
+        fields: dict[str, Any] = {"implementation": "softmax"}
+        if track.sinks:
+            fields["sinks"] = scores[0, :, 0, -track.sinks :].logsumexp(-1) if scores.ndim == 4 else None
+            scores = scores[..., : -track.sinks]
+        heads = track.heads or 1
+        allowed = scores != -torch.inf
+        if forbidden is not None:
+            allowed = allowed & ~forbidden
+        if scores.ndim == 3:
+            folded = (-1, heads, *scores.shape[1:])
+            scores, allowed = scores.reshape(folded), allowed.expand(scores.shape).reshape(folded)
+        elif scores.ndim > 4:
+            scores, allowed = (t.flatten(0, -4) for t in (scores, allowed.expand(scores.shape)))
+        self._claim(fields | {"scores": scores, "mask": allowed}, None)
+
+    def _claim(self, fields: dict[str, Any], module: nn.Module | None) -> None:
+        fields = {name: value.detach() if isinstance(value, Tensor) else value for name, value in fields.items()}
+        for name in ("query", "key", "value"):
+            tensor = fields.get(name)
+            if isinstance(tensor, Tensor) and tensor.ndim == 3:
+                fields[name] = tensor[:, None]
+        path, layer = self.frames.place(module)
+        call = AttentionCall(path, layer, "self", **fields)
+        batch, _, queries, keys = call.shape
+        cross = self.frames.kind(module, queries)
+        real = self.frames.real_queries(batch, queries, keys, cross)
+        call = dataclasses.replace(call, kind="cross" if cross else "self", queries=real)
+        # The statistics of a call use torch functions themselves: keep the mode out of them.
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self._receive(call)
+
+
+@contextlib.contextmanager
+def capture(model: nn.Module) -> Iterator[list[AttentionCall]]:
+    """Collect the attention calls of a model, for small inputs: queries and keys of all layers are kept.
+
+    Args:
+        model: any torch module.
+
+    Yields:
+        The calls, in the order in which they run; the list fills while the model does.
+    """
+    calls: list[AttentionCall] = []
+
+    def keep(call: AttentionCall) -> None:
+        # A copy, because caches and in-place operations may overwrite what the call was given.
+        fields: dict[str, Any] = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+        copies: dict[str, Any] = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields.items()}
+        calls.append(AttentionCall(**copies))
+
+    with Capture(model, keep):
+        yield calls

@@ -1,0 +1,179 @@
+"""Which module is running: a stack of the modules that the forward pass is inside of, and their arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PADDED_IF_TRUE = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+REAL_IF_TRUE = ("attention_mask", "decoder_attention_mask")
+FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "context", "memory")
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One running module.
+
+    Args:
+        name: its path in the model.
+        module: the module.
+        arguments: what its forward method was called with, by parameter name.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: dict[str, Any]
+
+
+@functools.cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    forward = kind.forward
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+class Frames:
+    """The stack of running modules of one model, kept by forward hooks that `close` removes.
+
+    Args:
+        model: the model.
+        ignore: says when to look away (another thread, a backward pass).
+        left: called with each frame that a module leaves.
+    """
+
+    def __init__(self, model: nn.Module, ignore: Callable[[], bool], left: Callable[[Frame], None]) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.stack: list[Frame] = []
+        self._calls: Counter[str] = Counter()
+        self._ignore = ignore
+        self._left = left
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach(self, root: nn.Module, skip: Callable[[nn.Module], bool] = lambda _: False) -> None:
+        """Put hooks on a module and all below it.
+
+        Args:
+            root: where to begin.
+            skip: modules to leave alone, with all below them.
+        """
+        if skip(root):
+            return
+        self._handles.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        self._handles.append(root.register_forward_hook(self._leave, always_call=True))
+        for child in root.children():
+            self.attach(child, skip)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._ignore():
+            return
+        if not self.stack:
+            self._calls.clear()
+        names = _parameters(type(module))  # type: ignore[arg-type]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        self.stack.append(Frame(self.names.get(id(module), type(module).__name__), module, arguments))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._ignore():
+            return
+        # An exception may have left frames of inner modules behind; leave them all.
+        while self.stack and any(frame.module is module for frame in self.stack):
+            frame = self.stack.pop()
+            self._left(frame)
+            if frame.module is module:
+                return
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def place(self, module: nn.Module | None) -> tuple[str, int | None]:
+        """Name an attention call.
+
+        Args:
+            module: the module that attends; the innermost running one where None.
+
+        Returns:
+            The module's path, with `#n` for its n-th further call in this forward pass, and its layer index if it has
+            one.
+        """
+        if module is None and self.stack:
+            module = self.stack[-1].module
+        name = "" if module is None else self.names.get(id(module), type(module).__name__)
+        again = self._calls[name]
+        self._calls[name] += 1
+        index = getattr(module, "layer_idx", None)
+        number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+        if isinstance(index, int):
+            layer: int | None = index
+        else:
+            layer = int(number[1]) if number else None
+        if again:
+            return f"{name}#{again}", again if layer is None or layer == 0 else layer
+        return name, layer
+
+    def kind(self, module: nn.Module | None, length: int) -> bool:
+        """Whether the running attention looks at another sequence.
+
+        Args:
+            module: the module that attends, if known.
+            length: number of queries.
+
+        Returns:
+            True for cross-attention.
+        """
+        for frame in reversed(self.stack):
+            if module is not None and frame.module is not module:
+                continue
+            given = frame.arguments
+            if isinstance(frame.module, nn.MultiheadAttention):
+                return given.get("key") is not given.get("query")
+            return any(isinstance(given.get(name), Tensor) for name in FROM_ELSEWHERE)
+        return False
+
+    def real_queries(self, batch: int, queries: int, keys: int, cross: bool) -> Tensor | None:
+        """Find the padding mask that the model was given for the sequence of the queries.
+
+        Args:
+            batch: batch size of the attention call.
+            queries: number of queries.
+            keys: number of keys.
+            cross: whether the keys are another sequence's.
+
+        Returns:
+            (batch, query), True where the query is real; None if no such mask was given.
+        """
+        inside_decoder = False
+        for frame in reversed(self.stack):
+            given = frame.arguments
+            decoder = any(isinstance(given.get(name), Tensor) for name in ("encoder_hidden_states", "memory"))
+            if inside_decoder and not decoder:
+                return None  # the masks further out belong to the encoder's sequence
+            inside_decoder |= decoder
+            for name in (*PADDED_IF_TRUE, *REAL_IF_TRUE):
+                mask = given.get(name)
+                if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != batch:
+                    continue
+                if name == "memory_key_padding_mask" or (name == "key_padding_mask" and cross):
+                    continue
+                if decoder and name == "src_key_padding_mask":
+                    continue
+                fits = mask.shape[1] == queries or (not cross and mask.shape[1] == keys and keys > queries)
+                if not fits:
+                    continue
+                if name in PADDED_IF_TRUE:
+                    return ~mask[:, -queries:] if mask.dtype == torch.bool else mask[:, -queries:] == 0
+                return mask[:, -queries:] != 0
+            # The masks further out belong to the text beside an image or a sound.
+            if any(isinstance(given.get(name), Tensor) for name in ("pixel_values", "input_features")):
+                return None
+        return None
