@@ -15,24 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from theory import attention as attention
+    from theory import catalogue as catalogue
     from theory import comparison as comparison
+    from theory import falsify as falsify
+    from theory import learning as learning
+    from theory import network as network
+    from theory import plots as plots
     from theory import softmax as softmax
     from theory.attention import full as full
     from theory.attention import heavy_hitter as heavy_hitter
     from theory.attention import regular as regular
     from theory.bound import Bound as Bound
+    from theory.catalogue import explain as explain
     from theory.verdicts import compare as compare
 
 _NAMES = {
+    "explain": "catalogue",
     "Bound": "bound",
     "full": "attention",
     "regular": "attention",
     "heavy_hitter": "attention",
     "compare": "verdicts",
 }
-_MODULES = ("attention", "bound", "comparison", "softmax", "symbols", "verdicts")
+_MODULES = ("attention", "bound", "catalogue", "comparison", "falsify", "learning", "network", "plots", "softmax", "symbols", "verdicts")
 
-__all__ = ["Bound", "compare", "full", "heavy_hitter", "regular"]
+__all__ = ["Bound", "compare", "explain", "full", "heavy_hitter", "regular"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,12 +19,14 @@ import sympy
 from numpy.typing import ArrayLike, NDArray
 
 from theory.bound import PAPER, RECONSTRUCTED, Bound
-from theory.softmax import LARGEST, ONE_NORM, PUBLISHED_SETS, SHARP_SETS, spectral_factor
+from theory.softmax import LARGEST, ONE_NORM, PUBLISHED_SETS, SHARP_SETS, largest_probability, spectral_factor
+from theory.softmax import full_sharp as full_softmax_sharp
 from theory.symbols import Expression, symbol
 
 _length, _keys, _beta = symbol("length"), symbol("keys"), symbol("sink_ratio")
 _tokens, _score, _value = symbol("token_norm"), symbol("score_norm"), symbol("value_norm")
 _dispersion = symbol("dispersion")
+_received, _largest, _norm = symbol("queries_per_key"), symbol("largest_probability"), symbol("jacobian_norm")
 _logits: Expression = _score * _tokens**2
 _scale: Expression = _length * _value * _tokens**3
 
@@ -69,6 +71,15 @@ class Theorem(Constants):
     def all_bounds(self) -> tuple[Bound, ...]:
         """Published, sharp and local constants."""
         return (*self.bounds, *self.sharp.bounds, self.local_input_stability)
+
+    def explain(self) -> str:
+        """Describe the theorem and all its constants.
+
+        Returns:
+            Several lines: assumptions first, then each constant with LaTeX, symbols and source.
+        """
+        head = [self.name, f"  Assumes: {self.assumptions}", ""]
+        return "\n".join([*head, *(f"{bound.explain()}\n" for bound in self.all_bounds)]).rstrip()
 
 
 def _constants(
@@ -122,11 +133,26 @@ def _theorem(
     )
 
 
+masked = Bound(
+    "masked-input",
+    r"\lambda_X",
+    _value * (_received * _largest + _logits * (_received * _norm + 1)),
+    "each query has its own kept keys, such as under a causal mask; every key is kept by at most c queries, no weight "
+    "exceeds p_1 and no softmax Jacobian exceeds j in the 1-norm (0 for a query with one key); infinitesimal changes, or "
+    "kept sets that don't depend on the input",
+    "this project; derivation in docs/theory.md",
+)
+
+
+def _uniform(expression: Expression, beta: Expression) -> Expression:
+    # All queries keep at least k keys, and a key is kept by at most beta k queries.
+    return expression.subs({_received: beta * _keys, _largest: LARGEST, _norm: ONE_NORM})
+
+
 def _same_sets(number: int, assumptions: str, letter: str, beta: Expression) -> Theorem:
     # Theorems 3 and 4: the kept sets don't depend on the input.
     published = (_scale * sympy.exp(_dispersion), _value * sympy.exp(_dispersion) * (1 + 2 * _logits))
-    # 2 q (1 - q) k is ONE_NORM * k; each key is kept by at most beta k queries.
-    inputs = _value * (beta * _keys * LARGEST + _logits * (beta * _keys * ONE_NORM + 1))
+    inputs = _uniform(masked.expression, beta)
     sharp = (_scale * sympy.Min(1, _keys * ONE_NORM), inputs)
     return _theorem(number, assumptions, {"dispersion": letter}, published, sharp, inputs)
 
@@ -158,7 +184,7 @@ heavy_hitter: Theorem = _theorem(
         2 * _scale * _keys * LARGEST * SHARP_SETS,
         _value * (_beta * _keys * LARGEST + 2 * _keys * LARGEST * SHARP_SETS * (1 + _beta) * _logits),
     ),
-    local=_value * (_beta * _keys * LARGEST + _logits * (_beta * _keys * ONE_NORM + 1)),
+    local=_uniform(masked.expression, _beta),
 )
 THEOREMS = (full, regular, heavy_hitter)
 
@@ -169,6 +195,44 @@ yudin = Bound(
     "infinitesimal changes at the tokens where the attention matrix P was measured; Frobenius norms of token matrices",
     "[2] Yudin et al. 2025",
 )
+
+
+def masked_input_stability(
+    *,
+    dispersion: ArrayLike,
+    keys: ArrayLike,
+    queries_per_key: float,
+    token_norm: float,
+    score_norm: float,
+    value_norm: float,
+) -> NDArray[np.float64]:
+    r"""Evaluate the sharp input stability where each query has its own number of keys, as under a causal mask.
+
+    Query i enters with its own :math:`(\delta_i, n_i)`; the largest :math:`p(\delta_i, n_i)` counts. A query with a
+    single key has dispersion 0 and weight 1, and its softmax doesn't move.
+
+    Args:
+        dispersion: dispersion of each query, shape (..., query), in nats; NaN for a query that keeps no key.
+        keys: keys that each query keeps, same shape; at least 1, NaN for none.
+        queries_per_key: largest number of queries that keep one key.
+        token_norm: largest token norm.
+        score_norm: spectral norm of W.
+        value_norm: spectral norm of V.
+
+    Returns:
+        The constant, shape (...).
+    """
+    spread, counts = np.asarray(dispersion, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    largest = largest_probability.value(dispersion=spread, keys=counts)
+    moved = np.where(counts == 1, 0.0, full_softmax_sharp.value(dispersion=spread, keys=counts))
+    return masked.value(
+        largest_probability=np.nanmax(largest, axis=-1),
+        jacobian_norm=np.nanmax(moved, axis=-1),
+        queries_per_key=queries_per_key,
+        token_norm=token_norm,
+        score_norm=score_norm,
+        value_norm=value_norm,
+    )
 
 
 def yudin_bound(weights: ArrayLike, tokens: ArrayLike, *, score_norm: float, value_norm: float) -> float:

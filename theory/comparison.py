@@ -25,13 +25,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from theory.attention import full, heavy_hitter
 from theory.bound import PAPER, RECONSTRUCTED, Bound
-from theory.symbols import Expression, symbol
+from theory.evaluate import signed_log
+from theory.symbols import Expression, check, symbol
 
 Array = NDArray[np.float64]
 
 _full, _kept, _gap = symbol("dispersion_full"), symbol("dispersion"), symbol("separation")
 _bound = symbol("logit_bound")
-_c1, _c2 = symbol("dispersion_ratio"), symbol("separation_ratio")
+_c1 = symbol("dispersion_ratio")
 _LETTERS = {"dispersion": r"\delta_h", "separation": r"\Delta_h"}
 
 
@@ -56,6 +57,23 @@ class Condition:
         """The left-hand side, a sympy expression; the right-hand side is 1."""
         scaled = sympy.powsimp(self.ratio.expression * sympy.exp(_full - _kept))
         return _kept / _full + sympy.log(scaled) / _full
+
+    @cached_property
+    def boundary(self) -> Bound:
+        """The smallest separation ratio c2 at which the condition holds, in closed form.
+
+        The ratio of the constants is e^(delta_h - delta_s) (a + b / Delta_h) with a and b free of both, so that
+        equality gives Delta_h = b / (e^(delta_s - delta_h) - a); there is none where that isn't positive.
+        """
+        inverse = sympy.Symbol("inverse", positive=True)
+        scaled = sympy.powsimp(self.ratio.expression * sympy.exp(_full - _kept)).subs(_gap, 1 / inverse)
+        a = scaled.subs(inverse, 0)
+        b = sympy.factor(scaled - a).coeff(inverse)
+        smallest = b / (_full * (sympy.exp(_full * (1 - _c1)) - a))
+        assumptions = f"c_1 below 1; {self.assumptions}"
+        return Bound(
+            f"{self.name}-boundary", "c_2", smallest, assumptions, self.source, {"dispersion_full": r"\delta_s"}
+        )
 
     @property
     def symbols(self) -> tuple[Expression, ...]:
@@ -137,6 +155,27 @@ input = _condition(
     f"2 Gamma Xi^2 = delta_s; {_ASSUMED}",
 )
 CONDITIONS = (parameter, input, input_general)
+
+
+def region_boundary(
+    condition: Condition, *, dispersion_ratio: ArrayLike, dispersion_full: ArrayLike, **arguments: ArrayLike
+) -> Array:
+    """Evaluate the smallest c2 = separation / dispersion_full at which a condition holds.
+
+    Args:
+        condition: `parameter`, `input` or `input_general`.
+        dispersion_ratio: c1 = dispersion / dispersion_full.
+        dispersion_full: dispersion of full attention, in nats.
+        **arguments: what else the condition depends on, `sink_ratio` or `logit_bound`.
+
+    Returns:
+        The boundary, broadcast over the arguments; +inf where the condition fails for every separation.
+    """
+    given = check({"dispersion_ratio": dispersion_ratio, "dispersion_full": dispersion_full, **arguments})
+    with np.errstate(all="ignore"):
+        log, sign = signed_log(condition.boundary.expression, given)
+        unknown = sum(np.isnan(array) for array in given.values())
+        return np.where(unknown, np.nan, np.where(sign > 0, np.exp(log), np.inf))[()]
 
 
 def parameter_condition(*, dispersion_full: ArrayLike, dispersion: ArrayLike, separation: ArrayLike) -> Array:

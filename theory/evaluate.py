@@ -71,7 +71,7 @@ def signed_log(expression: Expression, arguments: Arguments) -> tuple[Array, Arr
         return exponent, np.ones_like(exponent)
     if expression.is_Pow:
         log, sign = signed_log(terms[0], arguments)
-        return float(terms[1]) * log, sign if terms[1].is_odd else np.where(sign < 0, np.nan, 1.0)
+        return _real(terms[1], arguments) * log, sign if terms[1].is_odd else np.where(sign < 0, np.nan, 1.0)
     if isinstance(expression, (sympy.Max, sympy.Min)):
         # Compared on a scale that keeps the order of signed numbers and collapses no two of them.
         choose = np.maximum if isinstance(expression, sympy.Max) else np.minimum

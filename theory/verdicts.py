@@ -212,8 +212,8 @@ def _words(row: dict[Hashable, Any]) -> str:
         return f"{about}, the {row['condition']} condition can't be judged: {', '.join(missing)} is undefined."
     if row["verdict"] == "limited by precision":
         return (
-            f"{about}, the {row['condition']} condition can't be judged: the separation {separation:.3g} is at most the "
-            f"resolution {row['resolution']:.2g} of the logits (left-hand side {left:.4g} as computed, against 1)."
+            f"{about}, the {row['condition']} condition can't be judged: the separation {separation:.3g} is at most "
+            f"the resolution {row['resolution']:.2g} of the logits (left-hand side {left:.4g} as computed, against 1)."
         )
     holds = row["verdict"] == "holds"
     said = (

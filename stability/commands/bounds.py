@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.files import read_table, refuse_existing, write_table
+from stability.files import atomic_write, read_table, refuse_existing, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,3 +35,41 @@ def run_bounds(
     write_table(verdicts, target, full_table=str(full_table), heavy_hitter_table=str(heavy_hitter_table))
     verdicts.attrs["path"] = str(target)
     return verdicts
+
+
+def run_regions(out: Path, force: bool = False) -> list[Path]:
+    """Write the two region figures of Appendix F.4 as PNG and PDF.
+
+    Args:
+        out: the folder.
+        force: replace existing files.
+
+    Returns:
+        The four files.
+    """
+    from theory.plots import input_figure, parameter_figure
+
+    draw = {"region-parameter": parameter_figure, "region-input": input_figure}
+    targets = {name: [out / f"{name}.{kind}" for kind in ("png", "pdf")] for name in draw}
+    for path in sum(targets.values(), []):
+        refuse_existing(path, force=force)
+    for name, figure in draw.items():
+        drawn = figure()
+        for path in targets[name]:
+            with atomic_write(path) as temporary:
+                drawn.savefig(temporary, format=path.suffix[1:], dpi=150)
+    return sum(targets.values(), [])
+
+
+def explain(name: str) -> str:
+    """Explain a theorem, a bound or a condition.
+
+    Args:
+        name: such as `theorem-5`, `softmax-full` or `f4-parameter`.
+
+    Returns:
+        Its assumptions, its formula in LaTeX and its source.
+    """
+    from theory import catalogue
+
+    return catalogue.explain(name)
