@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from probes import plots, selection, statistics
 from probes.attend import attend
 from probes.attention import AttentionCall
@@ -10,7 +12,7 @@ from probes.errors import MissedAttention, ProbeError
 from probes.measure import Watch, measure, watch
 from probes.selection import Full, Selection, TopK, parse
 
-__all__ = [
+__all__ = [  # and every selection that `probes.selection` has, such as `probes.Banded`
     "AttentionCall",
     "Full",
     "MissedAttention",
@@ -27,3 +29,13 @@ __all__ = [
     "statistics",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in selection.__all__:
+        return getattr(selection, name)
+    raise AttributeError(f"module 'probes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *selection.__all__})

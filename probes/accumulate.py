@@ -71,24 +71,20 @@ class Store:
         gathered: dict[tuple[Place, str, str], list[Values]] = {}
         for key, chunks in self.chunks.items():
             gathered[key] = [np.concatenate(parts) for parts in zip(*chunks, strict=True)]
-            pooled.setdefault(key[1:], []).extend(gathered[key])
-        keys = {
-            (place, selection): [_mean(head) for head in heads] + [_mean(np.concatenate(heads))]
-            for (place, selection, metric), heads in gathered.items()
-            if metric == "kept"
-        }
+            pooled.setdefault(key[1:], []).append(np.concatenate(gathered[key]))
         for (place, selection, metric), heads in gathered.items():
             base = {"model": self.model, "module": place.module, "layer": place.layer, "selection": selection}
-            means = keys[place, selection]
-            for head, (values, mean) in enumerate(zip(heads, means, strict=False)):
-                rows.append(base | {"head": head, "scope": "head", "keys": mean, "metric": metric} | summary(values))
-            rows.append(base | {"scope": "layer", "keys": means[-1], "metric": metric} | summary(np.concatenate(heads)))
+            for head, numbers in enumerate(summaries(heads)):
+                rows.append(base | {"head": head, "scope": "head", "metric": metric} | numbers)
+            rows.append(base | {"scope": "layer", "metric": metric} | summaries([np.concatenate(heads)])[0])
         for (selection, metric), parts in pooled.items():
-            mean = _mean(np.concatenate(pooled[selection, "kept"]))
             base = {"model": self.model, "module": "", "layer": None, "selection": selection}
-            rows.append(base | {"scope": "model", "keys": mean, "metric": metric} | summary(np.concatenate(parts)))
+            rows.append(base | {"scope": "model", "metric": metric} | summaries([np.concatenate(parts)])[0])
+        identity = ("scope", "module", "head", "selection")
+        kept = {tuple(row.get(name) for name in identity): row.get("mean") for row in rows if row["metric"] == "kept"}
         for row in rows:
             row["kind"] = self.kinds[str(row["selection"])]
+            row["keys"] = kept[tuple(row.get(name) for name in identity)]
         return as_table(rows)
 
 
@@ -107,27 +103,42 @@ def as_table(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
     return frame.astype(integers | dict.fromkeys(numbers, "float64"))
 
 
-def summary(values: Values) -> dict[str, object]:
-    """Count, moments and percentiles of some values.
+def summaries(groups: Sequence[Values]) -> list[dict[str, object]]:
+    """Count, moments and percentiles of each of several groups of values.
 
     Args:
-        values: one dimension; NaN where undefined.
+        groups: one dimension each; NaN where undefined.
 
     Returns:
-        The columns from `count` to `error`.
+        The columns from `count` to `error`, for each group.
     """
-    ordered = np.sort(values.astype(np.float64, copy=False))  # NaN last
-    count = len(ordered) - int(np.isnan(ordered).sum())
-    ordered = ordered[:count]
-    numbers: dict[str, object] = {"count": count, "undefined": len(values) - count, "error": "exact"}
-    if count == 0:
-        return numbers
+    if len({len(group) for group in groups}) != 1:
+        return [summaries([group])[0] for group in groups]
+    ordered = np.sort(np.stack(groups).astype(np.float64, copy=False), axis=1)  # NaN last
+    counts = ordered.shape[1] - np.isnan(ordered).sum(1)
+    result: list[dict[str, object]] = []
+    same = bool((counts == counts[0]).all()) and counts[0] > 0
     with np.errstate(invalid="ignore"):
-        numbers |= {"mean": ordered.mean(), "std": ordered.std(), "min": ordered[0], "max": ordered[-1]}
-        quantiles = np.percentile(ordered, PERCENTILES)
-    return numbers | {f"p{p}": value for p, value in zip(PERCENTILES, quantiles, strict=True)}
+        together = _percentiles(ordered[:, : counts[0]]) if same else None
+        for number, (values, count) in enumerate(zip(ordered, counts, strict=True)):
+            known = values[:count]
+            numbers = {"count": int(count), "undefined": len(values) - int(count), "error": "exact"}
+            if count:
+                numbers |= {"mean": known.mean(), "std": known.std(), "min": known[0], "max": known[-1]}
+                quantiles = _percentiles(known[None])[0] if together is None else together[number]
+                numbers |= {f"p{p}": quantile for p, quantile in zip(PERCENTILES, quantiles, strict=True)}
+            result.append(numbers)
+    return result
 
 
-def _mean(values: Values) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
+def _percentiles(ordered: Values) -> Values:
+    # numpy's linear interpolation, on rows that are sorted already.
+    where = np.array(PERCENTILES) / 100 * (ordered.shape[1] - 1)
+    below = np.floor(where).astype(int)
+    above = np.minimum(below + 1, ordered.shape[1] - 1)
+    share = where - below
+    low, high = ordered[:, below], ordered[:, above]
+    step = high - low
+    between = np.where(share >= 0.5, high - step * (1 - share), low + step * share)
+    # Between two equal infinities nothing has to be interpolated.
+    return np.where(low == high, low, between)

@@ -86,6 +86,18 @@ class AttentionCall:
         assert tensor is not None
         return tensor.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's scores."""
+        tensor = self.query if self.scores is None else self.scores
+        assert tensor is not None
+        return tensor.dtype
+
+    @property
+    def unmasked(self) -> bool:
+        """Whether every query may attend to every key."""
+        return self.mask is None and self.mask_function is None and not self.causal
+
     def logits(self, rows: Rows = None) -> Float[Tensor, "batch head query key"]:
         """The scores that enter the softmax, in nats; values at keys that are not allowed mean nothing.
 
@@ -169,6 +181,28 @@ class AttentionCall:
             logits = torch.cat([logits, sinks], dim=-1)
         weights = torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits.softmax(-1))
         return weights if self.sinks is None else weights[..., :-1]
+
+    def until(self, end: int) -> AttentionCall:
+        """The same call without its last keys.
+
+        Args:
+            end: how many keys stay.
+
+        Returns:
+            A view.
+        """
+
+        def cut(tensor: Tensor | None, dimension: int = -1) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[dimension] <= end else tensor.narrow(dimension, 0, end)
+
+        return dataclasses.replace(
+            self,
+            scores=cut(self.scores),
+            key=cut(self.key, -2),
+            value=cut(self.value, -2),
+            mask=cut(self.mask),
+            bias=cut(self.bias),
+        )
 
     def part(self, batch: slice, heads: slice) -> AttentionCall:
         """The same call for some of its batch elements and heads.

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,8 @@ from tqdm import tqdm
 from probes.accumulate import Place, Store
 from probes.attention import AttentionCall
 from probes.capture import Capture
+from probes.scan import Outcome, scan
 from probes.selection import Full, Selection, parse
-from probes.statistics import PER_QUERY, Block, per_query
-
-BLOCK = 2**20
-"""Logits looked at together: few enough to stay near the processor's caches, and memory stays flat."""
 
 
 class Watch:
@@ -66,39 +62,26 @@ class Watch:
         real = call.queries
         if real is None or self._include_padding:
             real = torch.ones(call.shape[0], call.shape[2], dtype=torch.bool, device=call.device)
+        result = scan(call, self.selections, real)
         place = Place(call.module_name, call.layer)
-        for selection in self.selections:
-            for metric, heads in _statistics(call, selection, real).items():
-                self.store.add(place, selection.name, metric, heads)
+        for selection, outcome in zip(self.selections, result.outcomes, strict=True):
+            for metric, values in _columns(outcome, result.seen, real).items():
+                self.store.add(place, selection.name, metric, values)
 
 
-def _statistics(call: AttentionCall, selection: Selection, real: Tensor) -> dict[str, list[Any]]:
-    batch, heads, queries, keys = call.shape
-    rows = max(1, BLOCK // max(1, batch * heads * keys))
-    queried: dict[str, list[Tensor]] = {name: [] for name in PER_QUERY}
-    counts = torch.zeros(batch, heads, keys, dtype=torch.float64, device=call.device)
-    mass, seen = counts.clone(), torch.zeros(batch, heads, keys, dtype=torch.bool, device=call.device)
-    for start in range(0, queries, rows):
-        index = slice(start, min(start + rows, queries))
-        block = Block(call.logits(index), call.allowed(index), call.sinks)
-        kept = selection.keep(block.logits, block.allowed, start=start, call=call)
-        values = per_query(block, kept)
-        counted = real[:, None, index, None]
-        mass += values.pop("weights").masked_fill(~counted, 0.0).sum(-2)
-        counts += (kept & counted).sum(-2)
-        seen |= (block.allowed & counted).any(-2)
-        for name, value in values.items():
-            queried[name].append(value)
-    result: dict[str, list[Any]] = {}
-    for name, blocks in queried.items():
-        together = torch.cat(blocks, -1).transpose(0, 1)[:, real] if blocks else torch.empty(heads, 0)
-        result[name] = list(together.double().cpu().numpy())
-    kept_mean = torch.where(real, torch.cat(queried["kept"], -1).nan_to_num(0).transpose(0, 1), 0.0)
-    keeping = ((kept_mean > 0).sum(-1) / kept_mean.sum(-1)).transpose(0, 1)  # (batch, head)
-    per_key = {"sink_ratio": counts * keeping[..., None], "queries_per_key": counts, "attention_received": mass}
+def _columns(outcome: Outcome, seen: Tensor, real: Tensor) -> dict[str, list[Any]]:
+    # One array of values a head for each metric, without padding.
+    columns = {name: list(value.transpose(0, 1)[:, real].cpu().numpy()) for name, value in outcome.queried.items()}
+    kept = outcome.queried["kept"].double().nan_to_num(0.0) * real[:, None]
+    per_query = kept.sum(-1) / (kept > 0).sum(-1)  # (batch, head), mean number of keys kept
+    per_key = {
+        "sink_ratio": outcome.counts / per_query[..., None],
+        "queries_per_key": outcome.counts,
+        "attention_received": outcome.mass,
+    }
     for name, value in per_key.items():
-        result[name] = [np.asarray(value[:, h][seen[:, h]].cpu().numpy()) for h in range(heads)]
-    return result
+        columns[name] = [value[:, head][seen[:, head]].cpu().numpy() for head in range(value.shape[1])]
+    return columns
 
 
 watch = Watch

@@ -9,8 +9,6 @@ over the sink logits, where the model has any), P the softmax over C.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -129,10 +127,18 @@ def largest_subset_variance(probabilities: Float[Tensor, "*rows key"]) -> Float[
         Between 0 and 1/4.
     """
     largest = probabilities.topk(min(SUBSET_KEYS, probabilities.shape[-1]), dim=-1).values
-    return _subset_variance(largest)
+    return subset_variance(largest)
 
 
-def _subset_variance(largest: Float[Tensor, "*rows few"]) -> Float[Tensor, "*rows"]:
+def subset_variance(largest: Float[Tensor, "*rows few"]) -> Float[Tensor, "*rows"]:
+    """The largest p(S) (1 - p(S)) over the sets of a few keys; see `largest_subset_variance`.
+
+    Args:
+        largest: probabilities, at most `SUBSET_KEYS` a row.
+
+    Returns:
+        Between 0 and 1/4.
+    """
     few = largest.shape[-1]
     subsets = (
         torch.arange(2**few, device=largest.device)[None, :] >> torch.arange(few, device=largest.device)[:, None] & 1
@@ -146,65 +152,37 @@ def _shapes(logits: Tensor, *others: Tensor) -> str:
     return f"Expected the kept and allowed keys to have the shape of `logits`, {tuple(logits.shape)}, but got {shapes}."
 
 
-@dataclass(frozen=True)
-class Block:
-    """The logits of a block of queries, with what every selection needs of them.
+def per_query(
+    logits: Float[Tensor, "batch head query key"],
+    kept: Bool[Tensor, "batch head query key"],
+    allowed: Bool[Tensor, "batch head query key"],
+    sinks: Float[Tensor, " head"] | None = None,
+) -> dict[str, Tensor]:
+    """All statistics that have one value a query, for any set of kept keys.
 
     Args:
-        logits: (batch, head, query, key), in nats.
-        allowed: the same shape.
-        sinks: (head,) sink logits, or None.
-    """
-
-    logits: Tensor
-    allowed: Tensor
-    sinks: Tensor | None = None
-
-    def normaliser(self, kept: Tensor) -> Tensor:
-        """Log of the softmax's denominator over some keys and the sinks.
-
-        Args:
-            kept: which keys.
-
-        Returns:
-            (batch, head, query).
-        """
-        total = self.logits.masked_fill(~kept, -torch.inf).logsumexp(-1)
-        return total if self.sinks is None else total.logaddexp(self.sinks.to(total.dtype)[None, :, None])
-
-
-def per_query(block: Block, kept: Bool[Tensor, "batch head query key"]) -> dict[str, Float[Tensor, "batch head query"]]:
-    """All statistics that have one value a query.
-
-    Args:
-        block: the logits.
+        logits: scores in nats, after bias and soft-cap.
         kept: the keys that each query keeps.
+        allowed: the keys that it may attend to.
+        sinks: logits that take part in the softmax and belong to no key.
 
     Returns:
-        A tensor for each name in `PER_QUERY`; NaN where it is undefined, all NaN where no key is allowed. Beside them
-        `weights`, (batch, head, query, key), for what is summed over queries.
+        A tensor (batch, head, query) for each name in `PER_QUERY`; NaN where it is undefined, all NaN where no key is
+        kept. Beside them `weights`, (batch, head, query, key), for what is summed over queries.
     """
-    logits, allowed = block.logits, block.allowed
     some = kept.any(-1)
     count, total = kept.sum(-1).double(), allowed.sum(-1).double()
     gap = separation(logits, kept, allowed)
-    log_sum = block.normaliser(kept)
-    weights = (logits - log_sum[..., None]).exp().masked_fill(~kept, 0.0)  # (batch, head, query, key)
-    # -log p is taken before the average: a difference of two large averages would lose the small entropies.
-    entropy = (weights * (log_sum[..., None] - logits).masked_fill(weights == 0, 0.0)).sum(-1)
-    if block.sinks is not None:
-        surprise = log_sum - block.sinks.to(logits.dtype)[None, :, None]
-        entropy = entropy + (-surprise).exp() * surprise
     high = logits.masked_fill(~kept, -torch.inf).amax(-1)
+    weights, entropy = _softmax(logits, kept, sinks)
     top = weights.amax(-1)
-    left = allowed & ~kept
-    tail = (logits - block.normaliser(allowed)[..., None]).exp().masked_fill(~left, 0.0).sum(-1)
+    tail = _softmax(logits, allowed, sinks)[0].masked_fill(kept, 0.0).sum(-1)
     values = {
         "dispersion": dispersion(logits, kept),
         "separation": gap,
         "kept": count,
         "largest_probability": top,
-        "entropy": entropy.clamp_min(0.0),
+        "entropy": entropy,
         "max_logit": high,
         "max_abs_logit": logits.abs().masked_fill(~kept, 0.0).amax(-1),
         "tail_mass": tail,
@@ -215,3 +193,21 @@ def per_query(block: Block, kept: Bool[Tensor, "batch head query key"]) -> dict[
     values = {name: torch.where(some, value, torch.nan) for name, value in values.items()}
     values["weights"] = weights
     return values
+
+
+def _softmax(logits: Tensor, kept: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    # Weights and entropy. Logits are taken relative to the largest, which keeps their differences exact where they
+    # are large.
+    masked = logits.masked_fill(~kept, -torch.inf)
+    high = masked.amax(-1, keepdim=True)
+    if sinks is not None:
+        high = torch.maximum(high, sinks.to(logits.dtype)[None, :, None, None])
+    below = (logits - high).masked_fill(~kept, 0.0)
+    powers = below.exp().masked_fill(~kept, 0.0)  # (batch, head, query, key)
+    total = powers.sum(-1)
+    distance = -(powers * below).masked_fill(powers == 0, 0.0).sum(-1)
+    if sinks is not None:
+        behind = sinks.to(logits.dtype)[None, :, None] - high[..., 0]
+        total = total + behind.exp()
+        distance = distance - behind.exp() * behind
+    return powers / total[..., None], (total.log() + distance / total).clamp_min(0.0)

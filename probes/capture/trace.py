@@ -128,7 +128,7 @@ class Tracer:
                 self._remember_fold(args[0], result)
             elif name in ("transpose", "contiguous", "mul", "__mul__", "div", "float", "to", "permute"):
                 known = self._folded.get(id(args[0])) if args else None
-                if known is not None and known[0]() is args[0] and len(result) == len(args[0]):
+                if known is not None and known[0]() is args[0]:
                     self._folded[id(result)] = (weakref.ref(result), known[1])
             return
         track = self.of(source)
@@ -161,8 +161,8 @@ class Tracer:
             condition = args[0]
             yes = args[1] if len(args) > 1 else kwargs.get("input")
             no = args[2] if len(args) > 2 else kwargs.get("other")
-            other: Any = no if yes is source else yes
-            low = other <= MASK_LIMIT if isinstance(other, Tensor) else torch.tensor(float(other) <= MASK_LIMIT)
+            fill: Any = no if yes is source else yes
+            low = fill <= MASK_LIMIT if isinstance(fill, Tensor) else torch.tensor(float(fill) <= MASK_LIMIT)
             self._forbid(new, (~condition if yes is source else condition) & low.to(result.device), result)
             return new
         if name in ("cat", "concat"):
