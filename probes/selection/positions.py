@@ -15,6 +15,7 @@ ones. In cross-attention query i stands at key i, or at the last.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -29,7 +30,24 @@ if TYPE_CHECKING:
     from probes.attention import AttentionCall
 
 _ROWS = 512  # queries whose allowed keys are looked at together; bounds the memory of `real_keys`
-_REAL: weakref.WeakKeyDictionary[AttentionCall, Tensor] = weakref.WeakKeyDictionary()
+_DERIVED: weakref.WeakKeyDictionary[AttentionCall, dict[Hashable, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def once(call: AttentionCall, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """Compute something of a call the first time it is asked for, and keep it as long as the call lives.
+
+    Args:
+        call: the attention call.
+        name: what it is.
+        make: computes it.
+
+    Returns:
+        What `make` returned.
+    """
+    derived = _DERIVED.setdefault(call, {})
+    if name not in derived:
+        derived[name] = make()
+    return derived[name]
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -49,7 +67,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 def real_keys(
     allowed: Bool[Tensor, "batch head query key"], call: AttentionCall | None
-) -> Bool[Tensor, "#batch #head 1 key"]:
+) -> Bool[Tensor, "#batch 1 1 key"]:
     """The keys that are not padding.
 
     Args:
@@ -60,16 +78,18 @@ def real_keys(
         True where the key is real.
     """
     if call is None:
-        return compact(allowed).any(-2, keepdim=True)
+        return compact(allowed).any((1, 2), keepdim=True)
     batch, _, queries, keys = call.shape
     if call.kind == "self" and call.queries is not None and queries == keys:
         return call.queries.expand(batch, keys)[:, None, None]
     if call.mask is None and call.mask_function is None:
         return torch.ones(1, 1, 1, keys, dtype=torch.bool, device=allowed.device)
-    if call not in _REAL:
-        blocks = (slice(first, first + _ROWS) for first in range(0, queries, _ROWS))
-        _REAL[call] = torch.stack([compact(call.allowed(rows)).any(-2, keepdim=True) for rows in blocks]).any(0)
-    return _REAL[call]
+
+    def look() -> Tensor:
+        blocks = (compact(call.allowed(slice(first, first + _ROWS))) for first in range(0, queries, _ROWS))
+        return torch.stack([block.any((1, 2), keepdim=True) for block in blocks]).any(0)
+
+    return once(call, "real keys", look)
 
 
 def query_index(rows: Tensor, keys: int, call: AttentionCall | None) -> Int[Tensor, " query"]:
@@ -92,14 +112,16 @@ class Positions:
     """Positions of a block's queries and of all keys among the real keys.
 
     Args:
-        query: (#batch, #head, query, 1).
-        key: (#batch, #head, 1, key).
-        count: (#batch, #head, 1, 1), the number of real keys.
+        query: (#batch, 1, query, 1).
+        key: (#batch, 1, 1, key).
+        real: (#batch, 1, 1, key), True where the key is real.
+        count: (#batch, 1, 1, 1), the number of real keys.
     """
 
-    query: Int[Tensor, "#batch #head query 1"]
-    key: Int[Tensor, "#batch #head 1 key"]
-    count: Int[Tensor, "#batch #head 1 1"]
+    query: Int[Tensor, "#batch 1 query 1"]
+    key: Int[Tensor, "#batch 1 1 key"]
+    real: Bool[Tensor, "#batch 1 1 key"]
+    count: Int[Tensor, "#batch 1 1 1"]
 
     @classmethod
     def of(cls, allowed: Tensor, rows: Tensor, call: AttentionCall | None) -> Positions:
@@ -117,7 +139,7 @@ class Positions:
         until = real.cumsum(-1)
         before = until - real.long()  # real keys before each key
         index = query_index(rows, allowed.shape[-1], call)
-        return cls(before[..., index].mT, before, until[..., -1:])
+        return cls(before[..., index].mT, before, real, until[..., -1:])
 
 
 @selection("banded")
