@@ -37,7 +37,19 @@ _NAMES = {
     "heavy_hitter": "attention",
     "compare": "verdicts",
 }
-_MODULES = ("attention", "bound", "catalogue", "comparison", "falsify", "learning", "network", "plots", "softmax", "symbols", "verdicts")
+_MODULES = (
+    "attention",
+    "bound",
+    "catalogue",
+    "comparison",
+    "falsify",
+    "learning",
+    "network",
+    "plots",
+    "softmax",
+    "symbols",
+    "verdicts",
+)
 
 __all__ = ["Bound", "compare", "explain", "full", "heavy_hitter", "regular"]
 

@@ -138,8 +138,8 @@ masked = Bound(
     r"\lambda_X",
     _value * (_received * _largest + _logits * (_received * _norm + 1)),
     "each query has its own kept keys, such as under a causal mask; every key is kept by at most c queries, no weight "
-    "exceeds p_1 and no softmax Jacobian exceeds j in the 1-norm (0 for a query with one key); infinitesimal changes, or "
-    "kept sets that don't depend on the input",
+    "exceeds p_1 and no softmax Jacobian exceeds j in the 1-norm (0 for a query with one key); infinitesimal "
+    "changes, or kept sets that don't depend on the input",
     "this project; derivation in docs/theory.md",
 )
 
@@ -160,14 +160,14 @@ def _same_sets(number: int, assumptions: str, letter: str, beta: Expression) -> 
 full: Theorem = _same_sets(
     3,
     "every query attends to all keys (k = L), and the dispersion of each query's logits is at most delta_s "
-    "all the way between the two points",
+    "at both points",
     r"\delta_s",
     sympy.Integer(1),
 )
 regular: Theorem = _same_sets(
     4,
     "each query keeps k keys and each key is kept by k queries, whatever the input, and the dispersion over kept keys "
-    "is at most delta_r all the way between the two points. No gain over Theorem 3 unless delta_r is below delta_s",
+    "is at most delta_r at both points. No gain over Theorem 3 unless delta_r is below delta_s",
     r"\delta_r",
     sympy.Integer(1),
 )

@@ -2,8 +2,8 @@ r"""From the constants of each attention to those of the whole encoder and of th
 
 The encoder is the pre-norm one of [1]: a block maps tokens :math:`x` to :math:`y = x + A(\nu(x))` and then to
 :math:`y + R\,\alpha(P\,\nu(y))`, with LayerNorm :math:`\nu`; the last block's tokens are averaged, mapped by a linear
-head and compared with the label by cross-entropy. Distances between token matrices are sums of token norms, those between
-parameters spectral norms (and hence Frobenius norms). The rules are the usual ones: constants multiply along a
+head and compared with the label by cross-entropy. Distances between token matrices are sums of token norms, those
+between parameters spectral norms (and hence Frobenius norms). The rules are the usual ones: constants multiply along a
 composition, a residual adds 1, and the change of a parameter reaches the loss through the blocks behind it.
 
 Constants that come from measured quantities hold where those quantities hold: at the parameters and inputs at which

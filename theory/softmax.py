@@ -63,7 +63,7 @@ heavy_hitter = Bound(
     "softmax-heavy-hitter",
     r"\|s - s'\|_1 / \|(z - z')_{M \cup M'}\|_1",
     sympy.exp(_dispersion) / _keys * PUBLISHED_SETS,
-    f"{_TWO_SETS}. Exceeded by a few per cent where Delta is above 1",
+    f"{_TWO_SETS}. Too small by up to 2 (1 - 1/k) where Delta is large and e^delta is not",
     f"{PAPER}, as used by Theorem 5; {RECONSTRUCTED}",
     {"dispersion": r"\delta_h", "separation": r"\Delta_h"},
 )
