@@ -78,7 +78,7 @@ class Cluster(Selection):
         return centroids
 
 
-@selection("sinkhorn")
+@selection("sinkhorn-like")
 @dataclass(frozen=True)
 class Sinkhorn(Selection):
     """Keep the block of keys that the query's block is matched with, like Sparse Sinkhorn Attention [2].
@@ -86,7 +86,7 @@ class Sinkhorn(Selection):
     Like it only: in [2] the matching is learned; here it comes from the scaled inner products of mean queries and mean
     keys, made doubly stochastic by 20 Sinkhorn steps in the log domain, each block then taking its best match (the
     lowest of equals). Blocks that may not attend to each other at all are never matched, but within what is allowed the
-    matching looks at the whole sequence. [2] adds the own block: `sinkhorn:16+block:16`.
+    matching looks at the whole sequence. [2] adds the own block: `sinkhorn-like:16+block:16`.
 
     Args:
         block: keys in a block.
@@ -96,7 +96,9 @@ class Sinkhorn(Selection):
     """
 
     kind: ClassVar[Kind] = "input-dependent"
-    summary: ClassVar[str] = "sinkhorn:BLOCK: the block matched with the query's own, like Sparse Sinkhorn Attention"
+    summary: ClassVar[str] = (
+        "sinkhorn-like:BLOCK: the block matched with the query's own, after Sparse Sinkhorn Attention"
+    )
 
     block: int
 

@@ -12,7 +12,7 @@ from probes.selection import LearnedGate, parse
 
 NAMES = (
     "moba:3:2", "moba:4:1", "quest:3:2", "quest:4:1", "nsa-like:3:1", "nsa-like:3:2+window:2", "lsh:4:2", "lsh:4:1:5",
-    "zeta:3", "cluster:3", "cluster:2:7", "sinkhorn:3", "sinkhorn:4+block:4", "vertical-slash:31:31",
+    "zeta:3", "cluster:3", "cluster:2:7", "sinkhorn-like:3", "sinkhorn-like:4+block:4", "vertical-slash:31:31",
     "vertical-slash:8:40",
 )  # fmt: skip
 
@@ -209,7 +209,7 @@ class Sequence:
 RULES = {
     "moba": Sequence.moba, "quest": Sequence.quest, "nsa-like": Sequence.nsa, "lsh": Sequence.lsh,
     "zeta": Sequence.zeta,
-    "vertical-slash": Sequence.vertical_slash, "cluster": Sequence.cluster, "sinkhorn": Sequence.sinkhorn,
+    "vertical-slash": Sequence.vertical_slash, "cluster": Sequence.cluster, "sinkhorn-like": Sequence.sinkhorn,
     "window": lambda s, i, w: {j for j in range(s.length) if s.position[i] - w < s.position[j] <= s.position[i]},
     "block": lambda s, i, w: {j for j in range(s.length) if s.position[i] // w == s.position[j] // w},
 }  # fmt: skip
@@ -325,7 +325,7 @@ def test_learned_gate_keeps_the_blocks_that_the_gate_prefers():
         "lsh:4:0",
         "zeta:0",
         "cluster:0",
-        "sinkhorn:0",
+        "sinkhorn-like:0",
         "vertical-slash:4",
         "vertical-slash:0:4",
         "gate:4:4:x",
