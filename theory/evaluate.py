@@ -79,8 +79,8 @@ def signed_log(expression: Expression, arguments: Arguments) -> tuple[Array, Arr
         log = reduce(choose, logs)
         return log, np.ones_like(log)
     if isinstance(expression, sympy.tanh):
-        twice = -2 * _real(terms[0], arguments)
-        return np.log(-np.expm1(twice)) - np.log1p(np.exp(twice)), np.ones_like(twice)
+        twice = 2 * _real(terms[0], arguments)
+        return _log_one_minus_exp(twice) - np.log1p(np.exp(-twice)), np.ones_like(twice)
     if isinstance(expression, sympy.log):
         value = _real(expression, arguments)
         return np.log(np.abs(value)), np.sign(value)
@@ -119,7 +119,10 @@ def _add(terms: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     plus = reduce(np.logaddexp, (np.where(sign < 0, -np.inf, log) for log, sign in terms), nothing)
     minus = reduce(np.logaddexp, (np.where(sign < 0, log, -np.inf) for log, sign in terms), nothing)
     high, gap = np.maximum(plus, minus), np.abs(plus - minus)
-    # log(1 - e^-gap), by the form that keeps its digits on either side of ln 2 (Maechler 2012).
-    lost = np.where(gap < np.log(2), np.log(-np.expm1(-gap)), np.log1p(-np.exp(-gap)))
-    log = np.where(np.isneginf(np.minimum(plus, minus)), high, high + lost)
+    log = np.where(np.isneginf(np.minimum(plus, minus)), high, high + _log_one_minus_exp(gap))
     return log, np.where(np.isnan(log), np.nan, np.where(plus == minus, 0.0, np.where(plus > minus, 1.0, -1.0)))
+
+
+def _log_one_minus_exp(gap: Array) -> Array:
+    # log(1 - e^-gap), by the form that keeps its digits on either side of ln 2 (Maechler 2012).
+    return np.where(gap < np.log(2), np.log(-np.expm1(-gap)), np.log1p(-np.exp(-gap)))

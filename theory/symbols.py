@@ -57,7 +57,7 @@ _ALL = (
     Quantity("separation_ratio", "c_2", "separation divided by dispersion_full"),
     Quantity("largest_probability", "p_{1}", "largest attention weight of a query"),
     Quantity("second_probability", "p_{2}", "second largest attention weight of a query"),
-    Quantity("queries_per_key", "c", "most queries that keep one key"),
+    Quantity("queries_per_key", "c", "most queries that keep one key", 1),
     Quantity("jacobian_norm", "j", "largest 1-norm of a query's softmax Jacobian"),
     Quantity("logit_change", r"\|z - z'\|_\infty", "largest change of one logit, in nats"),
     Quantity("score_spectral_norm", r"\|P\|", "spectral norm of the attention matrix"),
