@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from probes.attention import AttentionCall
 from probes.capture import library
+from probes.capture.fastpath import is_fused, unwrap, wrap
 from probes.capture.frames import Frame, Frames
 from probes.capture.mode import Watching
 from probes.capture.trace import Track
@@ -49,7 +50,10 @@ class Capture:
         self.frames = Frames(self.model, self._look_away, self._left)
         with contextlib.ExitStack() as stack:
             stack.callback(self.frames.close)
-            self.frames.attach(self.model)
+            self.frames.attach(self.model, skip=is_fused)
+            for module in _outermost_fused(self.model):
+                wrap(module)
+                stack.callback(unwrap, module)
             self._watching = Watching(self)
             stack.enter_context(self._watching)
             library.patch()
@@ -126,10 +130,13 @@ class Capture:
         scores, forbidden = track.scores, track.forbidden
         assert scores is not None
         fields: dict[str, Any] = {"implementation": "softmax"}
-        if track.sinks:
-            fields["sinks"] = scores[0, :, 0, -track.sinks :].logsumexp(-1) if scores.ndim == 4 else None
-            scores = scores[..., : -track.sinks]
-        heads = track.heads or 1
+        if track.sinks is not None:
+            # The model may have shifted whole rows, which its softmax doesn't see; the sinks say by how much.
+            columns = track.sinks.shape[-1]
+            scores = scores[..., :-columns] + (track.sinks - scores[..., -columns:])[..., :1]
+            fields["sinks"] = track.sinks[0, :, 0].logsumexp(-1)
+            forbidden = None if forbidden is None else forbidden[..., : scores.shape[-1]]
+        heads = track.heads or self.frames.heads(scores.shape[0])
         allowed = scores != -torch.inf
         if forbidden is not None:
             allowed = allowed & ~forbidden
@@ -155,6 +162,15 @@ class Capture:
         # The statistics of a call use torch functions themselves: keep the mode out of them.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._receive(call)
+
+
+def _outermost_fused(module: nn.Module) -> Iterator[nn.Module]:
+    # Modules that may take torch's inference fast path, and are not inside of another such.
+    if is_fused(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_fused(child)
 
 
 @contextlib.contextmanager

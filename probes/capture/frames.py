@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 PADDED_IF_TRUE = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 REAL_IF_TRUE = ("attention_mask", "decoder_attention_mask")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "context", "memory")
 
 
@@ -90,6 +92,41 @@ class Frames:
             if frame.module is module:
                 return
 
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module belongs to the model.
+
+        Args:
+            module: any module.
+
+        Returns:
+            True for the model and everything below it.
+        """
+        return id(module) in self.names
+
+    @contextlib.contextmanager
+    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Treat a module that has no hooks as running, with hooks on everything below it.
+
+        Args:
+            module: the module.
+            args: what it was called with.
+            kwargs: the named arguments.
+
+        Yields:
+            Nothing.
+        """
+        before = len(self._handles)
+        self._enter(module, args, kwargs)
+        for child in module.children():
+            self.attach(child)
+        try:
+            yield
+        finally:
+            for handle in self._handles[before:]:
+                handle.remove()
+            del self._handles[before:]
+            self._leave(module, args, None)
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -120,6 +157,25 @@ class Frames:
         if again:
             return f"{name}#{again}", again if layer is None or layer == 0 else layer
         return name, layer
+
+    def heads(self, folded: int) -> int:
+        """The number of heads where batch and heads share one dimension, from the attributes of the running modules.
+
+        Args:
+            folded: size of the shared dimension.
+
+        Returns:
+            The number that a module states, if it and the module's inputs fit together; else 1.
+        """
+        for frame in reversed(self.stack):
+            sizes = {
+                size for value in frame.arguments.values() if isinstance(value, Tensor) for size in value.shape[:2]
+            }
+            for name in HEADS:
+                number = getattr(frame.module, name, None)
+                if isinstance(number, int) and number > 1 and folded % number == 0 and folded // number in sizes:
+                    return number
+        return 1
 
     def kind(self, module: nn.Module | None, length: int) -> bool:
         """Whether the running attention looks at another sequence.

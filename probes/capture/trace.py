@@ -41,14 +41,14 @@ class Track:
         tensor: the tensor, weakly.
         forbidden: masked positions, broadcastable to the tensor; None if none are masked.
         heads: the number of heads where batch and heads share one dimension and it is known.
-        sinks: trailing columns that belong to no key, (batch, head, query, sinks), before the softmax.
+        sinks: (batch, head, query, number), trailing logits that belong to no key; None if there are none.
         scores: the logits, once the softmax has made weights of them; None before.
     """
 
     tensor: weakref.ref[Tensor]
     forbidden: Tensor | None = None
     heads: int | None = None
-    sinks: int = 0
+    sinks: Tensor | None = None
     scores: Tensor | None = None
 
 
@@ -166,10 +166,12 @@ class Tracer:
             self._forbid(new, (~condition if yes is source else condition) & low.to(result.device), result)
             return new
         if name in ("cat", "concat"):
-            new.sinks = result.shape[-1] - source.shape[-1]
-            return new if result.shape[:-1] == source.shape[:-1] else None
+            if result.ndim != 4 or result.shape[:-1] != source.shape[:-1] or args[0][0] is not source:
+                return None
+            new.sinks = result[..., source.shape[-1] :].detach()
+            return new
         if name in SHAPES:
-            if new.forbidden is not None:
+            if new.forbidden is not None and new.scores is None:
                 function = getattr(Tensor, name)
                 rest = args[1:]
                 new.forbidden = function(new.forbidden.expand(source.shape), *rest, **kwargs)

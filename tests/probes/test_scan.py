@@ -20,7 +20,7 @@ from probes.scan import scan
 from probes.statistics import PER_QUERY, dispersion, separation, sink_ratio, tail_mass_bound
 
 sys.path.insert(0, str(Path(__file__).parent))
-import brute  # noqa: E402
+import brute
 
 # Few different numbers make ties; -0.0 equals 0.0; real logits may lie below every mask value in use.
 TIED = st.sampled_from([-3e5, -2.5, -1.0, -0.0, 0.0, 0.25, 1.0, 3.0, 40.0])
