@@ -126,10 +126,9 @@ def _own_page_score(query: Tensor, key: Tensor, allowed: Tensor, pages: Blocks) 
 class NSALike(Selection):
     """Keep the own block and the blocks with the most attention on their mean key, like Native Sparse Attention [3].
 
-    Like it only: the learned compression of blocks is not reproduced, mean-pooled keys stand for it. Block logits are
-    softmaxed over the candidates other than the own block; query heads that share a key head choose together, by their
-    summed attention, as in
-    [3]. The window of [3] is added by name, `nsa-like:32:4+window:64`.
+    Like it only: the learned compression of blocks is not reproduced, mean-pooled keys stand for it, and each query
+    head chooses for itself, also where heads share keys. Attention is the softmax over the mean keys of the candidates;
+    it ranks as its logits do, which are compared. The window of [3] is added by name, `nsa-like:32:4+window:64`.
 
     Args:
         block: keys in a block.
@@ -156,11 +155,7 @@ class NSALike(Selection):
         scores = call.scale * query[:, :, rows] @ means.mT  # (batch, head, query, block)
         own = blocks.is_own()
         candidates = (blocks.any(compact(allowed)) & ~own).expand(scores.shape)
-        attention = scores.masked_fill(~candidates, -torch.inf).log_softmax(-1)
-        if key.shape[1] != query.shape[1]:
-            grouped = attention.reshape(attention.shape[0], key.shape[1], -1, *attention.shape[2:]).logsumexp(2)
-            attention = heads(grouped, query.shape[1])
-        return blocks.keys(largest(attention, candidates, self.top) | own)
+        return blocks.keys(largest(scores, candidates, self.top) | own)
 
 
 @selection("gate")

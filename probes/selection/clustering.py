@@ -56,25 +56,28 @@ class Cluster(Selection):
 
     def _choose(self, logits: Tensor, allowed: Tensor, rows: Tensor, call: AttentionCall | None) -> Tensor:
         call, query, key = vectors(call, self.name)
-        at = Positions.of(allowed, rows, call)
-        count = query.shape[1]
+        real = Positions.of(allowed, rows, call).real
         unit = F.normalize(key, dim=-1)
-        centroids = once(call, self, lambda: self._centroids(unit, at.real[:, 0, 0]))  # (batch, head, cluster, dim)
+        centroids = once(call, self, lambda: self._centroids(unit, real[:, 0, 0]))  # (batch, head, cluster, dim)
         of_key = once(call, (self, "keys"), lambda: (unit @ centroids.mT).argmax(-1))
-        of_query = (query[:, :, rows] @ heads(centroids, count).mT).argmax(-1)
-        return of_query[..., None] == heads(of_key, count)[..., None, :]
+        of_query = (query[:, :, rows] @ heads(centroids, query.shape[1]).mT).argmax(-1)
+        return of_query[..., None] == heads(of_key, query.shape[1])[..., None, :]
 
     def _centroids(self, unit: Tensor, real: Tensor) -> Tensor:
         batch, count, length, dim = unit.shape
-        real = real.expand(batch, length)
         here = torch.arange(length, device=unit.device)
-        draw = uniform(self.seed, here[:1, None], here).masked_fill(~real, -1.0)
-        first = draw.topk(min(self.clusters, int(real.sum(-1).min().clamp(min=1))), dim=-1).indices  # (batch, cluster)
+        draw = uniform(self.seed, here[:1, None], here).masked_fill(~real, -1.0).expand(batch, length)
+        first = draw.topk(min(self.clusters, length), dim=-1).indices  # (batch, cluster)
+        # With fewer real keys than clusters, the clusters left over repeat the first, which goes first among equals.
+        left_over = first.new_tensor(range(first.shape[1])) >= real.sum(-1, keepdim=True)
+        first = torch.where(left_over, first[:, :1], first)
         centroids = unit.gather(2, first[:, None, :, None].expand(-1, count, -1, dim))
         for _ in range(CLUSTER_STEPS):
             members = F.one_hot((unit @ centroids.mT).argmax(-1), centroids.shape[2]).to(unit.dtype)
-            members = members * real[:, None, :, None]  # (batch, head, key, cluster)
-            centroids = torch.where(members.sum(2)[..., None] > 0, F.normalize(members.mT @ unit, dim=-1), centroids)
+            members *= real[:, None, :, None]  # (batch, head, key, cluster)
+            means = F.normalize(members.mT @ unit, dim=-1)
+            centroids = torch.where(members.sum(2)[..., None] > 0, means, centroids)
+            centroids = torch.where(left_over[:, None, :, None], centroids[:, :, :1], centroids)
         return centroids
 
 

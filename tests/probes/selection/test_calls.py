@@ -64,9 +64,7 @@ class Sequence:
 
     def __init__(self, call, b, h):
         groups = call.query.shape[1] // call.key.shape[1]
-        self.h, self.groups = h, groups
         self.q, self.k = call.query[b, h].tolist(), call.key[b, h // groups].tolist()
-        self.siblings = [call.query[b, h // groups * groups + g].tolist() for g in range(groups)]
         self.allowed = call.allowed()[b, h].tolist()
         self.logits = call.logits()[b, h].tolist()
         length = len(self.k)
@@ -107,12 +105,9 @@ class Sequence:
     def nsa(self, i, size, top):
         own, blocks = self.position[i] // size, self.candidates(i, size)
         others = [b for b in blocks if b != own]
-        importance = dict.fromkeys(others, 0.0)
-        for sibling in self.siblings:
-            logits = {b: self.scale * dot(sibling[i], self.mean(blocks[b])) for b in others}
-            total = sum(math.exp(s) for s in logits.values())
-            for b in others:
-                importance[b] += math.exp(logits[b]) / total
+        logits = {b: self.scale * dot(self.q[i], self.mean(blocks[b])) for b in others}
+        total = sum(math.exp(s) for s in logits.values())
+        importance = {b: math.exp(logits[b]) / total for b in others}
         chosen = best(importance, top) | ({own} & set(blocks))
         return {j for b in chosen for j in blocks[b]}
 
@@ -166,7 +161,7 @@ class Sequence:
         draw = uniform(seed, torch.zeros(1, 1, dtype=torch.long), here)[0].tolist()
         real = [j for j in range(self.length) if self.real[j]]
         unit = [[x / math.sqrt(dot(k, k)) for x in k] for k in self.k]
-        first = sorted(real, key=lambda j: -draw[j])[: min(clusters, self.fewest)]
+        first = sorted(real, key=lambda j: -draw[j])[:clusters]
         centroids = [unit[j] for j in first]
 
         def nearest(x):
@@ -234,7 +229,6 @@ def test_rule_equals_a_plain_loop(name, case):
     for b in range(call.shape[0]):
         for h in range(call.shape[1]):
             sequence = Sequence(call, b, h)
-            sequence.fewest = int(real.sum(-1).min())
             for i in range(call.shape[2]):
                 if real[b, i]:
                     assert set(kept[b, h, i].nonzero().flatten().tolist()) == slow(name, sequence, i), (b, h, i)
@@ -247,6 +241,16 @@ def test_blocks_of_queries_give_what_the_whole_gives(name, case):
     whole = keep(name, call)
     parts = [keep(name, call, slice(first, min(first + 4, call.shape[2]))) for first in range(0, call.shape[2], 4)]
     assert torch.cat(parts, 2).equal(whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_call_give_what_the_whole_gives(name):
+    call = make_call(left=(2, 7), length=9)
+    whole = keep(name, call)
+    for b in range(2):
+        for h in range(4):
+            part = call.part(slice(b, b + 1), slice(h, h + 1))
+            assert keep(name, part).equal(whole[b : b + 1, h : h + 1])
 
 
 CAUSAL = [n for n in NAMES if not n.startswith(("vertical", "cluster", "sinkhorn"))]
