@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -13,7 +14,8 @@ from tqdm import tqdm
 
 from probes.accumulate import Place, Store
 from probes.attention import AttentionCall
-from probes.capture import Capture
+from probes.capture import Capture, check_on_missing
+from probes.capture.audit import Findings
 from probes.scan import Outcome, scan
 from probes.selection import Full, Selection, parse
 
@@ -23,9 +25,20 @@ class Watch:
 
     Args:
         model: any torch module.
-        selections: what each query is to keep: selections or their short names.
+        selections: what each query is to keep: selections or their short names; `full` where omitted.
         name: the model's name in the table; its class where omitted.
         include_padding: count padded queries too.
+        queries: the share of the queries to look at, chosen at random; what is summed over queries is scaled up.
+        seed: of that choice.
+        on_missing: what to do at the end if a layer that looks like attention ran and could not be read.
+
+    Attributes:
+        findings: what could not be read, and layers that mix tokens without softmax attention.
+        calls: number of attention calls seen.
+        nan: number of queries with a NaN logit, by module.
+
+    Raises:
+        ValueError: if an argument is not as described.
     """
 
     def __init__(
@@ -35,49 +48,86 @@ class Watch:
         *,
         name: str | None = None,
         include_padding: bool = False,
+        queries: float = 1.0,
+        seed: int = 0,
+        on_missing: Literal["raise", "warn"] = "raise",
     ) -> None:
         self.selections = [parse(s) for s in ([Full()] if selections is None else selections)]
-        self._include_padding = include_padding
-        self._capture = Capture(model, self._receive)
-        self.store = Store(name or type(model).__name__, {s.name: s.kind for s in self.selections})
+        names = [selection.name for selection in self.selections]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"Expected `selections` to be one or more different ones, but got {names}.")
+        if not 0 < queries <= 1:
+            raise ValueError(f"Expected `queries` to be a share above 0 and at most 1, but got {queries!r}.")
+        check_on_missing(on_missing)
+        self.findings = Findings()
         self.calls = 0
+        self.nan: dict[str, int] = {}
+        self.store = Store(name or type(model).__name__, {s.name: s.kind for s in self.selections})
+        self._include_padding = include_padding
+        self._share = queries
+        self._seed = seed
+        self._on_missing = on_missing
+        self._capture = Capture(model, self._receive, self.findings)
 
     def __enter__(self) -> Watch:
         self._capture.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._capture.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._capture.__exit__(kind, error, trace)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise or warn, as `on_missing` says, if a layer has been missed so far."""
+        self.findings.report(self._on_missing)
 
     def table(self) -> pd.DataFrame:
         """Everything gathered so far.
 
         Returns:
-            The measurement table.
+            The measurement table. Its `attrs` name what was missed (`missing`), what is not softmax attention
+            (`not_softmax_attention`) and how many queries of which module had NaN logits (`nan`).
         """
-        return self.store.table()
+        table = self.store.table()
+        table.attrs["missing"] = dict(self.findings.missing)
+        table.attrs["not_softmax_attention"] = dict(self.findings.other)
+        table.attrs["nan"] = dict(self.nan)
+        return table
 
     def _receive(self, call: AttentionCall) -> None:
-        self.calls += 1
+        batch, _, count, _ = call.shape
         real = call.queries
         if real is None or self._include_padding:
-            real = torch.ones(call.shape[0], call.shape[2], dtype=torch.bool, device=call.device)
-        result = scan(call, self.selections, real)
+            real = torch.ones(batch, count, dtype=torch.bool, device=call.device)
+        rows = None if self._share == 1 else self._sample(count).to(call.device)
+        self.calls += 1
+        result = scan(call, self.selections, real, rows)
+        if result.invalid:
+            self.nan[call.module_name] = self.nan.get(call.module_name, 0) + result.invalid
+            message = f"{result.invalid} queries of {call.module_name} have NaN logits; they are counted as undefined."
+            warnings.warn(message, stacklevel=2)
+        sampled = real if rows is None else real[:, rows]
+        scale = 1.0 if rows is None else real.sum() / sampled.sum().clamp(min=1)
         place = Place(call.module_name, call.layer)
         for selection, outcome in zip(self.selections, result.outcomes, strict=True):
-            for metric, values in _columns(outcome, result.seen, real).items():
+            for metric, values in _columns(outcome, result.seen, sampled, scale).items():
                 self.store.add(place, selection.name, metric, values)
 
+    def _sample(self, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed + self.calls)
+        return torch.randperm(count, generator=generator)[: max(1, round(self._share * count))].sort().values
 
-def _columns(outcome: Outcome, seen: Tensor, real: Tensor) -> dict[str, list[Any]]:
+
+def _columns(outcome: Outcome, seen: Tensor, real: Tensor, scale: float | Tensor) -> dict[str, list[Any]]:
     # One array of values a head for each metric, without padding.
     columns = {name: list(value.transpose(0, 1)[:, real].cpu().numpy()) for name, value in outcome.queried.items()}
     kept = outcome.queried["kept"].double().nan_to_num(0.0) * real[:, None]
     per_query = kept.sum(-1) / (kept > 0).sum(-1)  # (batch, head), mean number of keys kept
     per_key = {
-        "sink_ratio": outcome.counts / per_query[..., None],
-        "queries_per_key": outcome.counts,
-        "attention_received": outcome.mass,
+        "sink_ratio": outcome.counts * scale / per_query[..., None],
+        "queries_per_key": outcome.counts * scale,
+        "attention_received": outcome.mass * scale,
     }
     for name, value in per_key.items():
         columns[name] = [value[:, head][seen[:, head]].cpu().numpy() for head in range(value.shape[1])]
@@ -94,6 +144,9 @@ def measure(
     *,
     name: str | None = None,
     include_padding: bool = False,
+    queries: float = 1.0,
+    seed: int = 0,
+    on_missing: Literal["raise", "warn"] = "raise",
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Run batches through a model and measure its attention.
@@ -106,31 +159,44 @@ def measure(
         selections: what each query is to keep: selections or their short names; `full` where omitted.
         name: the model's name in the table; its class where omitted.
         include_padding: count padded queries too.
+        queries: the share of the queries to look at, chosen at random; what is summed over queries is scaled up.
+        seed: of that choice.
+        on_missing: what to do if a layer that looks like attention runs and can't be read: `raise`, or `warn`.
         progress: show a progress bar; where omitted, only on a terminal.
 
     Returns:
-        The measurement table: one row for each module, head, selection and metric, with pooled rows for layers and
-        the model.
+        The measurement table: one row for each module, head, selection and metric, with pooled rows for layers and the
+        model; see `Watch.table` for its `attrs`.
 
     Raises:
-        ValueError: if there are no batches, or the model attended nowhere.
+        ValueError: if there are no batches, an argument is not as described, the model attended nowhere, or (as
+            `MissedAttention`) a layer was missed.
     """
     if isinstance(batches, (Mapping, Tensor)):
         batches = [batches]
+    watching = Watch(
+        model,
+        selections,
+        name=name,
+        include_padding=include_padding,
+        queries=queries,
+        seed=seed,
+        on_missing=on_missing,
+    )
     seen = False
-    with (
-        _evaluating(model),
-        torch.no_grad(),
-        Watch(model, selections, name=name, include_padding=include_padding) as watching,
-    ):
+    with evaluating(model), torch.no_grad(), watching:
         for batch in tqdm(batches, desc="measuring", unit="batch", disable=None if progress is None else not progress):
-            seen = True
             run(model, batch)
+            if not seen and on_missing == "raise":
+                watching.check()
+            seen = True
     if not seen:
         raise ValueError("Expected at least one batch to measure, but got none.")
     if not watching.calls:
+        other = "; ".join(f"{name} ({what})" for name, what in watching.findings.other.items())
         raise ValueError(
-            f"Expected a model with softmax attention, but {type(model).__name__} ran without any that could be read."
+            f"Expected a model with softmax attention, but {type(model).__name__} ran without any"
+            f"{': it has ' + other if other else ''}."
         )
     return watching.table()
 
@@ -158,8 +224,15 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, restored module by module."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Hold a model in evaluation mode, and restore each module's own mode afterwards.
+
+    Args:
+        model: the model.
+
+    Yields:
+        Nothing.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -11,17 +11,19 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from probes.attention import AttentionCall
 from probes.capture import library
+from probes.capture.audit import Audit, Dispatched, Findings, looks_like_attention, without_modes
 from probes.capture.fastpath import is_fused, unwrap, wrap
 from probes.capture.frames import Frame, Frames
 from probes.capture.mode import Watching
 from probes.capture.trace import Track
+from probes.errors import MissedAttention
 
 
 class Capture:
@@ -30,12 +32,15 @@ class Capture:
     Args:
         model: any torch module.
         receive: called with each attention call, in order.
+        findings: where to note what could not be read; without it, what can't be read is an error at once.
 
     Raises:
         ValueError: if `model` is not a torch module.
     """
 
-    def __init__(self, model: nn.Module, receive: Callable[[AttentionCall], None]) -> None:
+    def __init__(
+        self, model: nn.Module, receive: Callable[[AttentionCall], None], findings: Findings | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}.")
         self.model = model
@@ -44,10 +49,12 @@ class Capture:
         self._thread = 0
         self._inner: list[dict[str, Any]] | None = None
         self._exit = contextlib.ExitStack()
+        self._audit = None if findings is None else Audit(findings)
+        self._pending: dict[object, tuple[Frame | None, bool]] = {}
 
     def __enter__(self) -> Capture:
         self._thread = threading.get_ident()
-        self.frames = Frames(self.model, self._look_away, self._left)
+        self.frames = Frames(self.model, self._look_away, self._left, self._entered)
         with contextlib.ExitStack() as stack:
             stack.callback(self.frames.close)
             self.frames.attach(self.model, skip=is_fused)
@@ -56,6 +63,8 @@ class Capture:
                 stack.callback(unwrap, module)
             self._watching = Watching(self)
             stack.enter_context(self._watching)
+            if self._audit is not None:
+                stack.enter_context(Dispatched(self._announced, lambda reason: self._missed(self._top(), reason)))
             library.patch()
             stack.callback(library.unpatch)
             library.listeners().append(self)
@@ -70,9 +79,68 @@ class Capture:
         # A backward pass runs modules again under gradient checkpointing; their attention was seen in the forward pass.
         return threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1
 
+    def _entered(self) -> None:
+        if self._audit is not None:
+            self._audit.entered()
+
     def _left(self, frame: Frame) -> None:
+        if self._audit is not None:
+            self._audit.left(frame)
         if not self.frames.stack:
             self._watching.tracer.clear()
+            for place, score in self._pending.values():
+                if score:
+                    self._missed(place, "the weights of its softmax met no values in a way that can be followed")
+            self._pending.clear()
+
+    def _top(self) -> Frame | None:
+        return self.frames.stack[-1] if self.frames.stack else None
+
+    def _announced(self) -> bool:
+        return self._watching.running > 0 or self.suspended or self._look_away()
+
+    def _missed(self, frame: Frame | None, reason: str) -> None:
+        if self._audit is not None:
+            self._audit.missed(frame, reason)
+            return
+        name = frame.name if frame is not None else type(self.model).__name__
+        raise MissedAttention(f"Expected attention whose logits can be read, but not those of {name}: {reason}.")
+
+    def suspicious(self, reason: str, score: bool) -> None:
+        """Note an operation that attention would consist of; see `mode.Claims`.
+
+        Args:
+            reason: what it was.
+            score: whether it was applied to a product of activations.
+        """
+        if self._audit is None or self._look_away():
+            return
+        self._audit.suspect(reason)
+        if score:
+            self._audit.missed(self._top(), reason)
+
+    def pending(self, score: bool) -> object:
+        """Note a softmax whose weights have yet to meet values; see `mode.Claims`.
+
+        Args:
+            score: whether it was applied to a product of activations.
+
+        Returns:
+            Something to know it by.
+        """
+        token = object()
+        if self._audit is not None and not self._look_away():
+            self._audit.suspect("the weights of its softmax met no values in a way that can be followed")
+            self._pending[token] = (self._top(), score)
+        return token
+
+    def attention_named(self) -> bool:
+        """Whether a running module is named after attention; see `mode.Claims`.
+
+        Returns:
+            True if so.
+        """
+        return any(looks_like_attention(frame.module) for frame in self.frames.stack)
 
     def library_call(
         self, implementation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,6 +195,7 @@ class Capture:
         """
         if self._look_away():
             return
+        self._pending.pop(track.token, None)
         scores, forbidden = track.scores, track.forbidden
         assert scores is not None
         fields: dict[str, Any] = {"implementation": "softmax"}
@@ -136,15 +205,19 @@ class Capture:
             scores = scores[..., :-columns] + (track.sinks - scores[..., -columns:])[..., :1]
             fields["sinks"] = track.sinks[0, :, 0].logsumexp(-1)
             forbidden = None if forbidden is None else forbidden[..., : scores.shape[-1]]
-        heads = track.heads or self.frames.heads(scores.shape[0])
         allowed = scores != -torch.inf
         if forbidden is not None:
             allowed = allowed & ~forbidden
         if scores.ndim == 3:
+            heads = track.heads or self.frames.heads(scores.shape[0])
             folded = (-1, heads, *scores.shape[1:])
-            scores, allowed = scores.reshape(folded), allowed.expand(scores.shape).reshape(folded)
-        elif scores.ndim > 4:
-            scores, allowed = (t.flatten(0, -4) for t in (scores, allowed.expand(scores.shape)))
+            scores, allowed = scores.reshape(folded), allowed.reshape(folded)
+        if scores.ndim == 5:  # heads in groups that share a key
+            scores, allowed = scores.flatten(1, 2), allowed.flatten(1, 2)
+        reason = self.frames.unreadable(scores)
+        if reason is not None:
+            self._missed(self._top(), reason)
+            return
         self._claim(fields | {"scores": scores, "mask": allowed}, None)
 
     def _claim(self, fields: dict[str, Any], module: nn.Module | None) -> None:
@@ -159,8 +232,10 @@ class Capture:
         cross = self.frames.kind(module, queries)
         real = self.frames.real_queries(batch, queries, keys, cross)
         call = dataclasses.replace(call, kind="cross" if cross else "self", queries=real)
-        # The statistics of a call use torch functions themselves: keep the mode out of them.
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        if self._audit is not None:
+            self._audit.claimed()
+        # The statistics of a call use torch functions themselves: keep the modes out of them.
+        with torch._C.DisableTorchFunction(), without_modes(), torch.no_grad():
             self._receive(call)
 
 
@@ -174,16 +249,21 @@ def _outermost_fused(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextlib.contextmanager
-def capture(model: nn.Module) -> Iterator[list[AttentionCall]]:
+def capture(model: nn.Module, *, on_missing: Literal["raise", "warn"] = "raise") -> Iterator[list[AttentionCall]]:
     """Collect the attention calls of a model, for small inputs: queries and keys of all layers are kept.
 
     Args:
         model: any torch module.
+        on_missing: what to do at the end if a layer that looks like attention ran and could not be read.
+
+    At the end a `MissedAttention`, a ValueError, is raised if something was missed and `on_missing` is `raise`.
 
     Yields:
         The calls, in the order in which they run; the list fills while the model does.
     """
     calls: list[AttentionCall] = []
+    findings = Findings()
+    check_on_missing(on_missing)
 
     def keep(call: AttentionCall) -> None:
         # A copy, because caches and in-place operations may overwrite what the call was given.
@@ -191,5 +271,19 @@ def capture(model: nn.Module) -> Iterator[list[AttentionCall]]:
         copies: dict[str, Any] = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields.items()}
         calls.append(AttentionCall(**copies))
 
-    with Capture(model, keep):
+    with Capture(model, keep, findings):
         yield calls
+    findings.report(on_missing)
+
+
+def check_on_missing(on_missing: str) -> None:
+    """Check what a user gave for `on_missing`.
+
+    Args:
+        on_missing: what was given.
+
+    Raises:
+        ValueError: if it is neither `raise` nor `warn`.
+    """
+    if on_missing not in ("raise", "warn"):
+        raise ValueError(f"Expected `on_missing` to be 'raise' or 'warn', but got {on_missing!r}.")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
+from probes.capture.audit import without_modes
 from probes.capture.library import listeners
 
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -76,7 +77,7 @@ def _forward(module: nn.Module, original: Callable[..., Any], args: tuple[Any, .
         return original(*args, **kwargs)
     fast = _may_be_fast(module, captures)
     if fast:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), without_modes():
             result = original(*args, **kwargs)
     with ExitStack() as stack:
         if fast:

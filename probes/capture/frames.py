@@ -49,14 +49,22 @@ class Frames:
         model: the model.
         ignore: says when to look away (another thread, a backward pass).
         left: called with each frame that a module leaves.
+        entered: called when a module begins.
     """
 
-    def __init__(self, model: nn.Module, ignore: Callable[[], bool], left: Callable[[Frame], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ignore: Callable[[], bool],
+        left: Callable[[Frame], None],
+        entered: Callable[[], None] = lambda: None,
+    ) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.stack: list[Frame] = []
         self._calls: Counter[str] = Counter()
         self._ignore = ignore
         self._left = left
+        self._entered = entered
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self, root: nn.Module, skip: Callable[[nn.Module], bool] = lambda _: False) -> None:
@@ -81,6 +89,7 @@ class Frames:
         names = _parameters(type(module))  # type: ignore[arg-type]
         arguments = dict(zip(names, args, strict=False)) | kwargs
         self.stack.append(Frame(self.names.get(id(module), type(module).__name__), module, arguments))
+        self._entered()
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._ignore():
@@ -176,6 +185,32 @@ class Frames:
                 if isinstance(number, int) and number > 1 and folded % number == 0 and folded // number in sizes:
                     return number
         return 1
+
+    def unreadable(self, scores: Tensor) -> str | None:
+        """Check that written-out scores are laid out as (batch, head, query, key).
+
+        Args:
+            scores: what entered a softmax over the last dimension.
+
+        Returns:
+            Why they can't be read; None if they can.
+        """
+        if scores.ndim != 4:
+            return f"its scores have {scores.ndim} dimensions, {tuple(scores.shape)}"
+        for frame in reversed(self.stack):
+            heads = next((n for name in HEADS if isinstance(n := getattr(frame.module, name, None), int)), None)
+            hidden = next((v for v in frame.arguments.values() if isinstance(v, Tensor) and v.ndim == 3), None)
+            if heads is None or hidden is None:
+                continue
+            if scores.shape[1] != heads:
+                shape = tuple(scores.shape)
+                return f"its scores {shape} do not have its {heads} heads in the second dimension"
+            _, length, width = hidden.shape
+            _, _, queries, keys = scores.shape
+            if queries == keys and queries * heads == width and queries != length:
+                return "its softmax goes over channels, not over keys"
+            break
+        return None
 
     def kind(self, module: nn.Module | None, length: int) -> bool:
         """Whether the running attention looks at another sequence.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from probes.attend import attend
+from probes.capture.audit import SOFTMAX_LIKE
 from probes.capture.trace import SOFTMAXES, Tracer, Track
 from probes.selection import Full
 
@@ -32,6 +33,31 @@ class Claims(Protocol):
 
         Args:
             track: the weights.
+        """
+
+    def suspicious(self, reason: str, score: bool) -> None:
+        """Note an operation that attention would consist of.
+
+        Args:
+            reason: what it was.
+            score: whether it was applied to a product of activations.
+        """
+
+    def pending(self, score: bool) -> object:
+        """Note a softmax whose weights have yet to meet values.
+
+        Args:
+            score: whether it was applied to a product of activations.
+
+        Returns:
+            Something to know it by.
+        """
+
+    def attention_named(self) -> bool:
+        """Whether the running module is named after attention.
+
+        Returns:
+            True if so.
         """
 
 
@@ -57,6 +83,7 @@ class Watching(TorchFunctionMode):
         self._claims = claims
         self.tracer = Tracer(claims.written_out)
         self.heads: int | None = None
+        self.running = 0
 
     def __torch_function__(
         self,
@@ -65,7 +92,13 @@ class Watching(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        self.running += 1
+        try:
+            return self._watched(func, args, kwargs or {})
+        finally:
+            self.running -= 1
+
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             self._claims.fused(_describe_fused(*args, **kwargs))
             return func(*args, **kwargs)
@@ -78,8 +111,13 @@ class Watching(TorchFunctionMode):
             return self._multi_head(args, kwargs)
         name = getattr(func, "__name__", "")
         self.tracer.before(name, args, kwargs)
-        if name in SOFTMAXES:
-            return self._softmax(func, args, kwargs)
+        if name in SOFTMAX_LIKE and args:
+            track = self.tracer.of(args[0])
+            scored = track is not None and not track.gate and track.scores is None
+            if name not in SOFTMAXES:
+                self._claims.suspicious(f"{name} by hand", scored)
+            else:
+                return self._softmax(func, args, kwargs, scored)
         result = func(*args, **kwargs)
         self.tracer.after(name, args, kwargs, result)
         return result
@@ -92,13 +130,20 @@ class Watching(TorchFunctionMode):
         finally:
             self.heads = outer
 
-    def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        scores = args[0] if args else kwargs["input"]
+    def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scored: bool) -> Any:
+        scores = args[0]
         result = func(*args, **kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if isinstance(result, Tensor) and result.ndim >= 3 and dim in (-1, result.ndim - 1):
-            track = self.tracer.softmax(scores, result)
-            track.heads = track.heads or self.heads
+        if not isinstance(result, Tensor) or result.ndim < 3 or dim not in (-1, result.ndim - 1):
+            self._claims.suspicious(f"softmax over dimension {dim} of {tuple(scores.shape)}", scored)
+            return result
+        known = self.tracer.of(scores)
+        # The weights of a router come from a linear map, not from queries and keys.
+        if known is not None and known.gate and not self._claims.attention_named():
+            return result
+        track = self.tracer.softmax(scores, result)
+        track.token = self._claims.pending(scored)
+        track.heads = track.heads or self.heads
         return result
 
 

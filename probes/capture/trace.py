@@ -8,6 +8,7 @@ mistaken for a mask.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Track:
         heads: the number of heads where batch and heads share one dimension and it is known.
         sinks: (batch, head, query, number), trailing logits that belong to no key; None if there are none.
         scores: the logits, once the softmax has made weights of them; None before.
+        gate: the product was one with parameters, as a router's is.
+        token: what the softmax is remembered by until its weights meet values.
     """
 
     tensor: weakref.ref[Tensor]
@@ -50,6 +53,8 @@ class Track:
     heads: int | None = None
     sinks: Tensor | None = None
     scores: Tensor | None = None
+    gate: bool = False
+    token: object = None
 
 
 class Tracer:
@@ -114,33 +119,25 @@ class Tracer:
         """
         if not isinstance(result, Tensor):
             return
-        if name in PRODUCTS:
-            if result.ndim >= 3 and _is_score(name, args):
-                self._keep(result, Track(weakref.ref(result), heads=self._heads_of(args)))
+        if name in PRODUCTS or name == "linear":
+            if result.ndim >= 3:
+                gate = name == "linear" or not _is_score(name, args)
+                self._keep(result, Track(weakref.ref(result), heads=self._heads_of(args), gate=gate))
             return
-        source: Any = next((a for a in args if self.of(a) is not None), None)
-        if name in ("cat", "concat") and isinstance(args[0], (list, tuple)):
-            source = next((a for a in args[0] if self.of(a) is not None), None)
-        if name == "where" and source is None:
-            source = next((a for a in kwargs.values() if self.of(a) is not None), None)
-        if source is None:
-            if name in ("view", "reshape", "flatten") and isinstance(args[0], Tensor):
-                self._remember_fold(args[0], result)
-            elif name in ("transpose", "contiguous", "mul", "__mul__", "div", "float", "to", "permute"):
-                known = self._folded.get(id(args[0])) if args else None
-                if known is not None and known[0]() is args[0]:
-                    self._folded[id(result)] = (weakref.ref(result), known[1])
-            return
+        self._follow_fold(name, args, result)
+        given = args[0] if name in ("cat", "concat") and args and isinstance(args[0], (list, tuple)) else args
+        tracked = [a for a in (*given, *kwargs.values()) if self.of(a) is not None]
+        # Scores come before what a linear map made: a bias may be either's sum.
+        source: Any = next((a for a in tracked if not self._tracks[id(a)].gate), tracked[0] if tracked else None)
         track = self.of(source)
-        assert track is not None
-        carried = self._carry(name, args, kwargs, result, source, track)
+        carried = None if track is None else self._carry(name, args, kwargs, result, source, track)
         if carried is not None:
             self._keep(result, carried)
 
     def _carry(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor, source: Tensor, track: Track
     ) -> Track | None:
-        new = Track(weakref.ref(result), track.forbidden, track.heads, track.sinks, track.scores)
+        new = dataclasses.replace(track, tensor=weakref.ref(result))
         if name in SOFTMAXES:
             return None  # the caller deals with it: it needs the scores
         if name in POINTWISE:
@@ -148,7 +145,8 @@ class Tracer:
         if name in SUMS:
             other = args[1] if args[0] is source else args[0]
             sign = -1.0 if "sub" in name else 1.0
-            if isinstance(other, Tensor) and self.of(other) is None and other.shape[-1:] == result.shape[-1:]:
+            foreign = isinstance(other, Tensor) and self.of(other) is None
+            if foreign and not track.gate and other.shape[-1:] == result.shape[-1:]:
                 self._forbid(new, sign * other <= MASK_LIMIT, result)
             return new
         if name in FILLS:
@@ -205,10 +203,18 @@ class Tracer:
         self._keep(result, track)
         return track
 
-    def _remember_fold(self, source: Tensor, result: Tensor) -> None:
-        """(batch, head, length, dim) becomes (batch * head, length, dim): remember the heads."""
-        if source.ndim == 4 and result.ndim == 3 and source.shape[0] * source.shape[1] == result.shape[0]:
-            self._folded[id(result)] = (weakref.ref(result), source.shape[1])
+    def _follow_fold(self, name: str, args: tuple[Any, ...], result: Tensor) -> None:
+        # (batch, head, length, dim) becomes (batch * head, length, dim): remember the heads.
+        source = args[0] if args else None
+        if not isinstance(source, Tensor):
+            return
+        if name in ("view", "reshape", "flatten") and source.ndim == 4 and result.ndim == 3:
+            if source.shape[0] * source.shape[1] == result.shape[0]:
+                self._folded[id(result)] = (weakref.ref(result), source.shape[1])
+            return
+        known = self._folded.get(id(source))
+        if known is not None and known[0]() is source and result.ndim == 3 and result.shape[0] == source.shape[0]:
+            self._folded[id(result)] = (weakref.ref(result), known[1])
 
     def _heads_of(self, args: tuple[Any, ...]) -> int | None:
         for operand in args:
