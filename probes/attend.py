@@ -7,6 +7,7 @@ part in torch's function-override protocol, so that capture sees it exactly as i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def attend(
     *,
     allowed: Bool[Tensor, "#batch #head #query key"] | None = None,
     scale: float | None = None,
-    dropout: float = 0.0,
+    dropout: float | Callable[[Tensor], Tensor] = 0.0,
 ) -> Float[Tensor, "batch head query value_dim"]:
     r"""Average the values of the kept keys, :math:`\sum_{j \in K_i} \mathrm{softmax}_{K_i}(s\, q_i \cdot k_j)\, v_j`.
 
@@ -36,16 +37,17 @@ def attend(
         selection: the rule that chooses the kept keys among the allowed ones; no gradient passes through the choice.
         allowed: the keys that each query may attend to, all where omitted.
         scale: factor on the inner products; one over the square root of the head dimension where omitted.
-        dropout: probability of dropping an attention weight; pass 0 outside training.
+        dropout: probability of dropping an attention weight, or a function of the weights that drops some (to choose
+            the source of randomness); pass 0 outside training.
 
     Returns:
         One vector a query; zeros where no key is kept.
     """
     if has_torch_function((query, key, value)):
-        return handle_torch_function(  # type: ignore[no-any-return]
+        return handle_torch_function(
             attend, (query, key, value), query, key, value, selection, allowed=allowed, scale=scale, dropout=dropout
         )
-    if isinstance(selection, Full):
+    if isinstance(selection, Full) and not callable(dropout):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, dropout_p=dropout, scale=scale)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     logits = (query * factor) @ key.mT  # (batch, head, query, key)
@@ -56,4 +58,6 @@ def attend(
     weights = logits.masked_fill(~kept, -torch.inf).softmax(-1)
     if not bool(kept.any(-1).all()):
         weights = weights.masked_fill(~kept.any(-1, keepdim=True), 0.0)
+    if callable(dropout):
+        return dropout(weights) @ value
     return F.dropout(weights, dropout) @ value if dropout else weights @ value
