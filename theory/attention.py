@@ -18,9 +18,9 @@ import numpy as np
 import sympy
 from numpy.typing import ArrayLike, NDArray
 
+from theory import softmax
 from theory.bound import PAPER, RECONSTRUCTED, Bound
-from theory.softmax import LARGEST, ONE_NORM, PUBLISHED_SETS, SHARP_SETS, largest_probability, spectral_factor
-from theory.softmax import full_sharp as full_softmax_sharp
+from theory.softmax import LARGEST, ONE_NORM, PUBLISHED_SETS, SHARP_SETS, spectral_factor
 from theory.symbols import Expression, symbol
 
 _length, _keys, _beta = symbol("length"), symbol("keys"), symbol("sink_ratio")
@@ -143,6 +143,16 @@ masked = Bound(
     "this project; derivation in docs/theory.md",
 )
 
+masked_sets = Bound(
+    "masked-sets-input",
+    r"\lambda_X",
+    _value * (_received * _largest + 2 * _largest * SHARP_SETS * (_keys + _received) * _logits),
+    "each query keeps its own number of largest logits, at most k; every key is kept by at most c queries and no "
+    "weight exceeds p_1, at both points; separation of kept from masked logits at least Delta_h at both points",
+    "this project; derivation in docs/theory.md",
+    {"separation": r"\Delta_h"},
+)
+
 
 def _uniform(expression: Expression, beta: Expression) -> Expression:
     # All queries keep at least k keys, and a key is kept by at most beta k queries.
@@ -182,7 +192,7 @@ heavy_hitter: Theorem = _theorem(
     ),
     sharp=(
         2 * _scale * _keys * LARGEST * SHARP_SETS,
-        _value * (_beta * _keys * LARGEST + 2 * _keys * LARGEST * SHARP_SETS * (1 + _beta) * _logits),
+        _uniform(masked_sets.expression, _beta),
     ),
     local=_uniform(masked.expression, _beta),
 )
@@ -205,34 +215,46 @@ def masked_input_stability(
     token_norm: float,
     score_norm: float,
     value_norm: float,
-) -> NDArray[np.float64]:
+    separation: float | None = None,
+) -> float:
     r"""Evaluate the sharp input stability where each query has its own number of keys, as under a causal mask.
 
     Query i enters with its own :math:`(\delta_i, n_i)`; the largest :math:`p(\delta_i, n_i)` counts. A query with a
     single key has dispersion 0 and weight 1, and its softmax doesn't move.
 
     Args:
-        dispersion: dispersion of each query, shape (..., query), in nats; NaN for a query that keeps no key.
-        keys: keys that each query keeps, same shape; at least 1, NaN for none.
+        dispersion: dispersion of each query, shape (query,), in nats; NaN for a query that keeps no key.
+        keys: keys that each query keeps, same shape; 0 or NaN for none.
         queries_per_key: largest number of queries that keep one key.
         token_norm: largest token norm.
         score_norm: spectral norm of W.
         value_norm: spectral norm of V.
+        separation: smallest separation, where the kept sets may change with the input; held sets where omitted.
 
     Returns:
-        The constant, shape (...).
+        The constant.
+
+    Raises:
+        ValueError: if no query keeps a key.
     """
     spread, counts = np.asarray(dispersion, dtype=np.float64), np.asarray(keys, dtype=np.float64)
-    largest = largest_probability.value(dispersion=spread, keys=counts)
-    moved = np.where(counts == 1, 0.0, full_softmax_sharp.value(dispersion=spread, keys=counts))
-    return masked.value(
-        largest_probability=np.nanmax(largest, axis=-1),
-        jacobian_norm=np.nanmax(moved, axis=-1),
-        queries_per_key=queries_per_key,
-        token_norm=token_norm,
-        score_norm=score_norm,
-        value_norm=value_norm,
-    )
+    used = counts > 0
+    if not used.any():
+        raise ValueError("Expected `keys` to hold a query that keeps a key, but got none.")
+    spread, counts = spread[used], counts[used]
+    jacobians = softmax.full_sharp.value(dispersion=spread, keys=counts)
+    quantities = {
+        "largest_probability": softmax.largest_probability.value(dispersion=spread, keys=counts).max(),
+        "jacobian_norm": np.where(counts == 1, 0.0, jacobians).max(),
+        "keys": counts.max(),
+        "queries_per_key": queries_per_key,
+        "token_norm": token_norm,
+        "score_norm": score_norm,
+        "value_norm": value_norm,
+    }
+    if separation is None:
+        return float(masked.value(**quantities))
+    return float(masked_sets.value(**quantities, separation=separation))
 
 
 def yudin_bound(weights: ArrayLike, tokens: ArrayLike, *, score_norm: float, value_norm: float) -> float:
@@ -278,6 +300,23 @@ def measured_value_stability(weights: ArrayLike, tokens: ArrayLike) -> float:
     """
     means = np.asarray(weights, dtype=np.float64) @ np.asarray(tokens, dtype=np.float64)  # (query, dim)
     return float(np.linalg.norm(means, axis=-1).sum())
+
+
+def measured_parameter_stability(weights: ArrayLike, *, token_norm: float, value_norm: float) -> float:
+    r"""Bound the local parameter stability from a measured attention matrix, the kept sets held.
+
+    The constant is :math:`\Upsilon \Xi^3 \sum_i \min(1, \sum_j 2 s_{ji} (1 - s_{ji}))`.
+
+    Args:
+        weights: attention matrix, shape (query, key), rows that sum to 1.
+        token_norm: largest token norm.
+        value_norm: spectral norm of V.
+
+    Returns:
+        The constant.
+    """
+    matrix = np.asarray(weights, dtype=np.float64)
+    return float(value_norm * token_norm**3 * np.minimum(1.0, (2 * matrix * (1 - matrix)).sum(1)).sum())
 
 
 def measured_input_stability(

@@ -18,7 +18,16 @@ def bounds() -> tuple[Bound, ...]:
     """
     theorems = tuple(bound for theorem in attention.THEOREMS for bound in theorem.all_bounds)
     ratios = tuple(condition.ratio for condition in comparison.CONDITIONS)
-    return (*softmax.BOUNDS, *theorems, attention.masked, attention.yudin, *ratios, *network.BOUNDS, *learning.BOUNDS)
+    return (
+        *softmax.BOUNDS,
+        *theorems,
+        attention.masked,
+        attention.masked_sets,
+        attention.yudin,
+        *ratios,
+        *network.BOUNDS,
+        *learning.BOUNDS,
+    )
 
 
 @cache

@@ -14,10 +14,10 @@ they were measured for derivatives, and for finite changes only where they hold 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import sympy
 
 from theory.bound import PAPER, Bound
@@ -120,8 +120,8 @@ class Block:
 
     Args:
         input_stability: lambda_X, summed over the heads.
-        parameter_stability: lambda_W, largest over the heads.
-        value_stability: lambda_V, largest over the heads.
+        parameter_stability: lambda_W; with several heads the root of the sum of its squares.
+        value_stability: lambda_V, likewise.
         attention_normalization: constant of the LayerNorm before attention.
         mlp_normalization: constant of the LayerNorm before the MLP.
         mlp_in_norm: spectral norm of the MLP's first matrix, with its bias as a further column where it has one.
@@ -153,6 +153,8 @@ class Network:
         mlp_in: with respect to each block's first MLP matrix.
         mlp_out: with respect to each block's second MLP matrix.
         head: with respect to the linear head.
+        behind_attention: of the loss with respect to the tokens behind each block's attention.
+        behind_mlp: of the loss with respect to the tokens behind each block.
     """
 
     encoder: float
@@ -162,20 +164,29 @@ class Network:
     mlp_in: tuple[float, ...]
     mlp_out: tuple[float, ...]
     head: float
+    behind_attention: tuple[float, ...]
+    behind_mlp: tuple[float, ...]
 
     @property
     def objective_parameters(self) -> float:
         """The logarithm of the constant with respect to all parameters together, in the Euclidean norm.
 
         A change of the loss is at most the sum of each constant times the norm of its change, hence at most the root of
-        the sum of squared constants times the Euclidean norm of all changes. The scores and values of the heads of a
-        block count once each; multiply by the root of the number of heads where there are several.
+        the sum of squared constants times the Euclidean norm of all changes.
         """
-        logs = [*self.scores, *self.values, *self.mlp_in, *self.mlp_out, self.head]
-        top = max(logs)
-        if math.isinf(top):
-            return top
-        return top + 0.5 * math.log(sum(math.exp(2 * (log - top)) for log in logs))
+        return log_root_sum_square([*self.scores, *self.values, *self.mlp_in, *self.mlp_out, self.head])
+
+
+def log_root_sum_square(logs: Sequence[float]) -> float:
+    """Combine constants, given as logarithms, to one in the Euclidean norm.
+
+    Args:
+        logs: logarithms of constants.
+
+    Returns:
+        The logarithm of the root of the sum of their squares.
+    """
+    return float(np.logaddexp.reduce(2 * np.asarray(logs, dtype=np.float64)) / 2)
 
 
 def compose(blocks: Sequence[Block], *, length: float, head_norm: float, pooled_norm: float) -> Network:
@@ -201,25 +212,27 @@ def compose(blocks: Sequence[Block], *, length: float, head_norm: float, pooled_
     attention = [float(attention_gain.log(**_only(one, "attention"))) for one in known]
     mlp = [float(mlp_gain.log(**_only(one, "mlp"))) for one in known]
     output = float(objective_output.log(length=length, head_norm=head_norm))
-    total = sum(attention) + sum(mlp)
-    scores, values, inner, outer = [], [], [], []
+    behind_attention: list[float] = []
+    behind_mlp: list[float] = []
     behind = output
-    for one, through_attention, through_mlp in zip(reversed(known), reversed(attention), reversed(mlp), strict=True):
-        arguments = _only(one, "mlp")
-        inner.append(behind + float(mlp_in_gain.log(**arguments)))
-        outer.append(behind + float(mlp_out_gain.log(**arguments)))
-        behind += through_mlp
-        scores.append(behind + float(score_gain.log(**arguments)))
-        values.append(behind + float(value_gain.log(**arguments)))
-        behind += through_attention
+    for through_attention, through_mlp in zip(reversed(attention), reversed(mlp), strict=True):
+        behind_mlp.insert(0, behind)
+        behind_attention.insert(0, behind + through_mlp)
+        behind += through_mlp + through_attention
+
+    def reach(places: Sequence[float], gain: Bound) -> tuple[float, ...]:
+        return tuple(place + float(gain.log(**_only(one, "mlp"))) for place, one in zip(places, known, strict=True))
+
     return Network(
-        encoder=total,
-        objective_input=output + total,
-        scores=tuple(reversed(scores)),
-        values=tuple(reversed(values)),
-        mlp_in=tuple(reversed(inner)),
-        mlp_out=tuple(reversed(outer)),
+        encoder=sum(attention) + sum(mlp),
+        objective_input=behind,
+        scores=reach(behind_attention, score_gain),
+        values=reach(behind_attention, value_gain),
+        mlp_in=reach(behind_mlp, mlp_in_gain),
+        mlp_out=reach(behind_mlp, mlp_out_gain),
         head=float(head_gain.log(token_norm=pooled_norm)),
+        behind_attention=tuple(behind_attention),
+        behind_mlp=tuple(behind_mlp),
     )
 
 
