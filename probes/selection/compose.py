@@ -113,8 +113,7 @@ def parse(text: str | Selection) -> Selection:
 def _each(
     parts: tuple[Selection, ...], logits: Tensor, allowed: Tensor, rows: Tensor, call: AttentionCall | None
 ) -> list[Bool[Tensor, "batch head query key"]]:
-    # The bare rules, not `keep`: only the whole must keep at least one key.
-    return [part._choose(logits, allowed, rows, call) & allowed for part in parts]
+    return [part.keep(logits, allowed, start=rows, call=call) for part in parts]
 
 
 def _kind(parts: tuple[Selection, ...], neutral: Kind | None, absorbing: Kind | None) -> Kind:

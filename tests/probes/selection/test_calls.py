@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -57,6 +58,11 @@ def dot(a, b):
 def best(scores, count):
     """Indices of the largest scores, the lowest index first among equals."""
     return set(sorted(scores, key=lambda j: (-scores[j], j))[:count])
+
+
+def nearest(x, centroids):
+    products = [dot(x, c) for c in centroids]
+    return products.index(max(products))
 
 
 class Sequence:
@@ -154,7 +160,8 @@ class Sequence:
         lines = set(sorted(diagonals, key=lambda d: (-diagonals[d], abs(d), d))[: max(slash, 30)])
         return kept | {j for j in range(self.length) if i - j in lines}
 
-    def cluster(self, i, clusters, seed=0):
+    @functools.cache  # noqa: B019 - one sequence a test
+    def centroids(self, clusters, seed):
         from probes.selection.largest import uniform
 
         here = torch.arange(self.length)
@@ -163,21 +170,26 @@ class Sequence:
         unit = [[x / math.sqrt(dot(k, k)) for x in k] for k in self.k]
         first = sorted(real, key=lambda j: -draw[j])[:clusters]
         centroids = [unit[j] for j in first]
-
-        def nearest(x):
-            products = [dot(x, c) for c in centroids]
-            return products.index(max(products))
-
         for _ in range(10):
-            groups = [[j for j in real if nearest(unit[j]) == c] for c in range(len(centroids))]
+            groups = [[j for j in real if nearest(unit[j], centroids) == c] for c in range(len(centroids))]
             sums = [[sum(unit[j][d] for j in g) for d in range(len(unit[0]))] for g in groups]
             centroids = [
                 [x / math.sqrt(dot(s, s)) for x in s] if g else c
                 for g, s, c in zip(groups, sums, centroids, strict=True)
             ]
-        return {j for j in range(self.length) if nearest(unit[j]) == nearest(self.q[i])}
+        return centroids
+
+    def cluster(self, i, clusters, seed=0):
+        centroids = self.centroids(clusters, seed)
+        return {j for j in range(self.length) if nearest(self.k[j], centroids) == nearest(self.q[i], centroids)}
 
     def sinkhorn(self, i, size):
+        blocks, plan = self.blocks(size), self.plan(size)
+        row = plan[self.position[i] // size]
+        return set(blocks[row.index(max(row))])
+
+    @functools.cache  # noqa: B019 - one sequence a test
+    def plan(self, size):
         blocks = self.blocks(size)
         number = max(blocks) + 1
         queries = {b: [q for q in range(self.length) if self.position[q] // size == b and self.real[q]] for b in blocks}
@@ -197,8 +209,7 @@ class Sequence:
                     [x - math.log(sum(map(math.exp, line))) if x > -math.inf else x for x in line] for line in lines
                 ]
                 plan = lines if turn == 0 else list(map(list, zip(*lines, strict=True)))
-        row = plan[min(self.position[i] // size, number - 1)]
-        return set(blocks[row.index(max(row))])
+        return plan
 
 
 RULES = {
