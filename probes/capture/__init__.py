@@ -51,6 +51,7 @@ class Capture:
         self._exit = contextlib.ExitStack()
         self._audit = None if findings is None else Audit(findings)
         self._pending: dict[object, tuple[Frame | None, bool]] = {}
+        self._attended: set[Frame | None] = set()
 
     def __enter__(self) -> Capture:
         self._thread = threading.get_ident()
@@ -89,9 +90,11 @@ class Capture:
         if not self.frames.stack:
             self._watching.tracer.clear()
             for place, score in self._pending.values():
-                if score:
+                # Beside a captured call it is the layer's own copy of the weights, made to be looked at.
+                if score and place not in self._attended:
                     self._missed(place, "the weights of its softmax met no values in a way that can be followed")
             self._pending.clear()
+            self._attended.clear()
 
     def _top(self) -> Frame | None:
         return self.frames.stack[-1] if self.frames.stack else None
@@ -229,11 +232,16 @@ class Capture:
         path, layer = self.frames.place(module)
         call = AttentionCall(path, layer, "self", **fields)
         batch, _, queries, keys = call.shape
+        windows = self.frames.window_mask(batch)
+        if windows is not None and windows.shape[-2:] == (queries, keys):
+            additive = call.mask if call.mask is not None and call.mask.dtype != torch.bool else call.bias
+            call = dataclasses.replace(call, mask=windows, bias=additive)
         cross = self.frames.kind(module, queries)
         real = self.frames.real_queries(batch, queries, keys, cross)
         call = dataclasses.replace(call, kind="cross" if cross else "self", queries=real)
         if self._audit is not None:
             self._audit.claimed()
+            self._attended.add(self._top())
         # The statistics of a call use torch functions themselves: keep the modes out of them.
         with torch._C.DisableTorchFunction(), without_modes(), torch.no_grad():
             self._receive(call)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 PADDED_IF_TRUE = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 REAL_IF_TRUE = ("attention_mask", "decoder_attention_mask")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+WINDOW_LIMIT = -50.0
 FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "context", "memory")
 
 
@@ -37,8 +38,10 @@ class Frame:
 
 @functools.cache
 def _parameters(kind: Any) -> tuple[str, ...]:
-    forward = kind.forward
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    try:
+        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    except (AttributeError, ValueError):  # a traced or scripted module has no signature in Python
+        return ()
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
@@ -230,6 +233,20 @@ class Frames:
                 return given.get("key") is not given.get("query")
             return any(isinstance(given.get(name), Tensor) for name in FROM_ELSEWHERE)
         return False
+
+    def window_mask(self, batch: int) -> Tensor | None:
+        """Find the mask of shifted windows (Swin), which such models fold into their position bias as -100.
+
+        Args:
+            batch: batch size of the attention call, images times windows.
+
+        Returns:
+            (batch, 1, query, key), True where allowed; None if the running attention was given no such mask.
+        """
+        mask = self.stack[-1].arguments.get("attention_mask") if self.stack else None
+        if not isinstance(mask, Tensor) or mask.ndim != 3 or not mask.is_floating_point() or batch % len(mask):
+            return None
+        return (mask > WINDOW_LIMIT).repeat(batch // len(mask), 1, 1)[:, None]
 
     def real_queries(self, batch: int, queries: int, keys: int, cross: bool) -> Tensor | None:
         """Find the padding mask that the model was given for the sequence of the queries.

@@ -121,7 +121,7 @@ class Tracer:
             return
         if name in PRODUCTS or name == "linear":
             if result.ndim >= 3:
-                gate = name == "linear" or not _is_score(name, args)
+                gate = name == "linear" or not _is_score(name, (*args, *kwargs.values()))
                 self._keep(result, Track(weakref.ref(result), heads=self._heads_of(args), gate=gate))
             return
         self._follow_fold(name, args, result)
@@ -194,7 +194,7 @@ class Tracer:
             The track of the weights.
         """
         known = self.of(scores)
-        if known is None:
+        if known is None or known.gate:
             lowest = torch.finfo(scores.dtype).min / 2
             track = Track(weakref.ref(result), scores.detach() <= lowest)
         else:

@@ -8,6 +8,13 @@ import math
 NAN = math.nan
 
 
+def spread_and_gap(logits, kept, allowed):
+    """Dispersion and separation alone."""
+    inside = [z for z, k in zip(logits, kept, strict=True) if k]
+    left = [z for z, k, a in zip(logits, kept, allowed, strict=True) if a and not k]
+    return {"dispersion": max(inside) - min(inside), "separation": min(inside) - max(left) if left else NAN}
+
+
 def of_query(logits, kept, allowed, sink=None):
     """All per-query statistics of one row: lists of numbers and of booleans."""
     inside = [z for z, k in zip(logits, kept, strict=True) if k]
