@@ -232,7 +232,7 @@ def plot_ladder(table: pd.DataFrame, *, ax: Any = None) -> Any:
     ax.set_xticks(range(len(places)), names)
     ax.set(yscale="log", xlabel="layer (head)", ylabel="Lipschitz constant in X, (2,1) norm (dimensionless)")
     ax.grid(visible=True, axis="y", alpha=0.3)
-    ax.legend(fontsize="small")
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return ax
 
 
