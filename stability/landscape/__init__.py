@@ -7,6 +7,6 @@
 from stability.landscape.directions import Directions
 from stability.landscape.objective import accuracy
 from stability.landscape.surface import Surface
-from stability.landscape.trace import slice
+from stability.landscape.trace import between, line, slice
 
-__all__ = ["Directions", "Surface", "accuracy", "slice"]
+__all__ = ["Directions", "Surface", "accuracy", "between", "line", "slice"]

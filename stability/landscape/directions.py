@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,14 @@ class Directions:
         yield self.x
         if self.y is not None:
             yield self.y
+
+    def first(self) -> Directions:
+        """Keep the first direction only.
+
+        Returns:
+            The same, without y.
+        """
+        return replace(self, y=None)
 
     def fingerprint(self) -> str:
         """Identify the directions by their contents.

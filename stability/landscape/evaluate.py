@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.func import functional_call, vmap
 
 from stability.errors import UserError
 from stability.landscape.directions import Direction, Directions
-from stability.landscape.objective import Objective, hash_tensors
+from stability.landscape.objective import Objective, close_enough, hash_tensors
 
 METHODS = ("in place", "vmap")
 Point = tuple[float, float]
@@ -196,12 +196,34 @@ class Evaluator:
         tolerance = 1e-10 if self._groups[0].vector.dtype == torch.float64 else 1e-5
         for name in self.names:
             a, b = first[name][0], second[name][0]
-            if not (a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= tolerance * max(abs(a), abs(b))):
+            if not close_enough(a, b, tolerance):
                 raise UserError(
                     f"Expected two evaluations of the centre to agree, but {name} was {a!r} and then {b!r}; "
                     "turn off what is random in the model (dropout without `training=`?) or the batches (shuffling?)."
                 )
         return {name: first[name][0] for name in self.names}
+
+    def pristine(self) -> nn.Module:
+        """The private copy with the weights at the centre.
+
+        Returns:
+            The copy itself, not another one.
+        """
+        with torch.no_grad():
+            self._set((0.0, 0.0))
+        return self.model
+
+    def differentiable(self) -> Iterator[tuple[Float[Tensor, " function"], float]]:
+        """Evaluate at the weights as they stand, with a graph for derivatives; needs `gradient_norm`.
+
+        Yields:
+            The functions' values on one batch, and the batch's weight in the sum.
+        """
+        if self.objective.batches is None:
+            yield self._stack(function(self.model) for function in self.objective.functions.values()), 1.0
+            return
+        for arguments, keywords, target, weight in self.objective.feeds(self.device):
+            yield self._functions(self.model(*arguments, **keywords), target), weight
 
     def _set(self, point: Point) -> None:
         for group in self._groups:
@@ -239,11 +261,11 @@ class Evaluator:
         return dict(zip(self.names, totals.tolist(), strict=True))
 
     def _functions(self, output: Any, target: Any) -> Float[Tensor, " function"]:
-        results = [
-            torch.as_tensor(function(output, target), device=self.device)
-            for function in self.objective.functions.values()
-        ]
-        return torch.stack([result.to(torch.float64).reshape(()) for result in results])
+        return self._stack(function(output, target) for function in self.objective.functions.values())
+
+    def _stack(self, results: Iterable[Any]) -> Float[Tensor, " function"]:
+        scalars = (torch.as_tensor(result, device=self.device) for result in results)
+        return torch.stack([scalar.to(torch.float64).reshape(()) for scalar in scalars])
 
     def _stacked_batch(
         self, parameters: dict[str, Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any
@@ -276,7 +298,7 @@ class Evaluator:
                 self._set(point)
             totals, weights = torch.zeros(len(self.objective.names), dtype=torch.float64, device=self.device), 0.0
             gradients: list[Tensor] = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in moving]
-            for results, weight in self._differentiable():
+            for results, weight in self.differentiable():
                 for total, gradient in zip(
                     gradients, torch.autograd.grad(results[0], moving, allow_unused=True), strict=True
                 ):
@@ -289,14 +311,6 @@ class Evaluator:
             for name, value in zip(self.names, [*(totals * scale).tolist(), norm], strict=True):
                 values[name].append(value)
         return values
-
-    def _differentiable(self) -> Any:
-        if self.objective.batches is None:
-            results = [torch.as_tensor(function(self.model)) for function in self.objective.functions.values()]
-            yield torch.stack([result.to(torch.float64).reshape(()) for result in results]), 1.0
-            return
-        for arguments, keywords, target, weight in self.objective.feeds(self.device):
-            yield self._functions(self.model(*arguments, **keywords), target), weight
 
 
 def private_copy(model: nn.Module) -> nn.Module:

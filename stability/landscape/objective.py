@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,6 +171,21 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return tuple(to_device(item, device) for item in value)
     return value
+
+
+def close_enough(first: float, second: float, tolerance: float = 1e-5) -> bool:
+    """Whether two evaluations of one point agree up to rounding.
+
+    Args:
+        first: one value.
+        second: the other.
+        tolerance: relative.
+
+    Returns:
+        True also for two NaN or equal infinities.
+    """
+    both_nan = math.isnan(first) and math.isnan(second)
+    return first == second or both_nan or abs(first - second) <= tolerance * max(abs(first), abs(second))
 
 
 def hash_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
