@@ -18,7 +18,7 @@ from torch import Tensor
 
 from probes.selection.base import Kind, Selection, positive
 from probes.selection.positions import compact
-from probes.selection.ranking import largest, leading, masked
+from probes.selection.ranking import largest, leading, masked, top
 from probes.selection.registry import selection
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class TopK(Selection):
         if self.ties == "exact" or self.k >= logits.shape[-1]:
             return largest(logits, allowed, self.k)
         ranked = masked(logits, allowed)
-        return (ranked >= ranked.topk(self.k, dim=-1).values[..., -1:]) & allowed
+        return (ranked >= top(ranked, self.k)[..., -1:]) & allowed
 
 
 @selection("hardmax")
@@ -123,9 +123,9 @@ class TopP(Selection):
         return allowed if self.p == 1 else leading(logits, allowed, self._count)
 
     def _count(self, values: Float[Tensor, "... candidate"], ranked: Float[Tensor, "... key"]) -> Int[Tensor, "... 1"]:
-        top = values[..., :1]
-        total = (ranked - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-        mass = (values - top).double().exp_().cumsum(-1) / total  # (..., candidate)
+        high = values[..., :1]
+        total = (ranked - high).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        mass = (values - high).double().exp_().cumsum(-1) / total  # (..., candidate)
         return (mass < self.p).sum(-1, keepdim=True) + 1
 
 

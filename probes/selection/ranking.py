@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 FIRST_CANDIDATES = 64
-"""Keys looked at first where the count isn't known; eight times as many, and so on, if more are needed."""
+"""Keys looked at first where the count isn't known; then more, up to all."""
+
+FEW = 16
+"""Fewer largest values than this are found by torch, more by numpy where the scores are in its reach."""
 
 
 def masked(scores: Float[Tensor, "... key"], eligible: Bool[Tensor, "... key"]) -> Float[Tensor, "... key"]:
@@ -44,7 +48,26 @@ def largest(scores: Float[Tensor, "... key"], eligible: Bool[Tensor, "... key"],
     if k >= scores.shape[-1]:
         return eligible
     ranked = masked(scores, eligible)
-    return cut(ranked, eligible, ranked.topk(k, dim=-1).values[..., -1:], k)
+    return cut(ranked, eligible, top(ranked, k)[..., -1:], k)
+
+
+def top(ranked: Float[Tensor, "... key"], count: int) -> Float[Tensor, "... count"]:
+    """The largest scores of each row, in falling order.
+
+    Args:
+        ranked: scores without NaN.
+        count: how many, at most the number of keys.
+
+    Returns:
+        The values alone.
+    """
+    if ranked.device.type != "cpu" or count < FEW:
+        return ranked.topk(count, dim=-1).values
+    # numpy sorts and partitions values with vector instructions, torch sorts pairs of value and index one by one.
+    values = ranked.detach().numpy()
+    if count < values.shape[-1]:
+        values = np.partition(values, values.shape[-1] - count, axis=-1)[..., -count:]
+    return torch.from_numpy(np.sort(values, axis=-1)).flip(-1)
 
 
 def cut(
@@ -65,7 +88,7 @@ def cut(
         The kept keys.
     """
     kept = (ranked >= threshold) & eligible
-    if not bool((kept.sum(-1, keepdim=True) > k).any()):
+    if not bool((kept.sum(-1, keepdim=True, dtype=torch.int32) > k).any()):
         return kept
     above = ranked > threshold
     tied = kept & ~above
@@ -92,17 +115,17 @@ def leading(
         The kept keys.
     """
     ranked = masked(scores, eligible)
-    top = ranked.amax(-1, keepdim=True)
-    if bool(top.isinf().any()):
-        limit = torch.zeros_like(ranked).masked_fill_(~eligible | (ranked < top), -torch.inf)
-        ranked = torch.where(top.isinf(), limit, ranked)
+    high = ranked.amax(-1, keepdim=True)
+    if bool(high.isinf().any()):
+        limit = torch.zeros_like(ranked).masked_fill_(~eligible | (ranked < high), -torch.inf)
+        ranked = torch.where(high.isinf(), limit, ranked)
     keys = ranked.shape[-1]
     size = min(FIRST_CANDIDATES, keys)
     while True:
-        values = ranked.topk(size, dim=-1).values
+        values = top(ranked, size)
         counts = count(values, ranked).clamp(1, keys)
         if size == keys or not bool((counts >= size).any()):
             break
-        size = min(8 * size, keys)
+        size = keys if ranked.device.type == "cpu" else min(8 * size, keys)
     counts = counts.clamp(max=size)
     return cut(ranked, eligible, values.gather(-1, counts - 1), counts)
