@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from probes.accumulate import Place, Store
+from probes.accumulate import MEMORY, Place, Store
 from probes.attention import AttentionCall
 from probes.capture import Capture, check_on_missing
 from probes.capture.audit import Findings
+from probes.raw import RawWriter
 from probes.scan import Outcome, scan
 from probes.selection import Full, Selection, parse
 
@@ -31,8 +33,11 @@ class Watch:
         queries: the share of the queries to look at, chosen at random; what is summed over queries is scaled up.
         seed: of that choice.
         on_missing: what to do at the end if a layer that looks like attention ran and could not be read.
+        memory: bytes of values to keep for exact percentiles; past it sketches take their place.
+        raw: a new folder to write every query's own values into, as a Parquet data set.
 
     Attributes:
+        batch: number of the batch that is running, for `raw` and the choice of queries.
         findings: what could not be read, and layers that mix tokens without softmax attention.
         calls: number of attention calls seen.
         nan: number of queries with a NaN logit, by module.
@@ -51,6 +56,8 @@ class Watch:
         queries: float = 1.0,
         seed: int = 0,
         on_missing: Literal["raise", "warn"] = "raise",
+        memory: int = MEMORY,
+        raw: str | os.PathLike[str] | None = None,
     ) -> None:
         self.selections = [parse(s) for s in ([Full()] if selections is None else selections)]
         names = [selection.name for selection in self.selections]
@@ -61,12 +68,15 @@ class Watch:
         check_on_missing(on_missing)
         self.findings = Findings()
         self.calls = 0
+        self.batch = 0
         self.nan: dict[str, int] = {}
-        self.store = Store(name or type(model).__name__, {s.name: s.kind for s in self.selections})
+        self.store = Store(name or type(model).__name__, {s.name: s.kind for s in self.selections}, memory)
         self._include_padding = include_padding
         self._share = queries
         self._seed = seed
         self._on_missing = on_missing
+        self._raw = None if raw is None else RawWriter(raw)
+        self._in_batch = (0, 0)
         self._capture = Capture(model, self._receive, self.findings)
 
     def __enter__(self) -> Watch:
@@ -81,6 +91,11 @@ class Watch:
     def check(self) -> None:
         """Raise or warn, as `on_missing` says, if a layer has been missed so far."""
         self.findings.report(self._on_missing)
+
+    def check_first(self) -> None:
+        """Raise if a layer has been missed so far and that is an error; a warning can wait for the end."""
+        if self._on_missing == "raise":
+            self.check()
 
     def table(self) -> pd.DataFrame:
         """Everything gathered so far.
@@ -113,9 +128,14 @@ class Watch:
         for selection, outcome in zip(self.selections, result.outcomes, strict=True):
             for metric, values in _columns(outcome, result.seen, sampled, scale).items():
                 self.store.add(place, selection.name, metric, values)
+            if self._raw is not None:
+                self._raw.add(self.batch, call, selection, outcome, sampled, rows)
 
     def _sample(self, count: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self._seed + self.calls)
+        # The choice hangs on the batch and the call in it alone, so that parts of a measurement make the same one.
+        batch, number = self._in_batch
+        self._in_batch = (self.batch, number + 1 if batch == self.batch else 0)
+        generator = torch.Generator().manual_seed(hash((self._seed, *self._in_batch)) % 2**63)
         return torch.randperm(count, generator=generator)[: max(1, round(self._share * count))].sort().values
 
 
@@ -147,11 +167,15 @@ def measure(
     queries: float = 1.0,
     seed: int = 0,
     on_missing: Literal["raise", "warn"] = "raise",
+    memory: int = MEMORY,
+    raw: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> pd.DataFrame:
     """Run batches through a model and measure its attention.
 
-    The model runs in evaluation mode and without gradients; its modes are restored.
+    The model runs in evaluation mode and without gradients; its modes are restored. A ValueError says that there are no
+    batches, that an argument is not as described, that the model attended nowhere, or (as `MissedAttention`) that a
+    layer was missed.
 
     Args:
         model: any torch module.
@@ -162,15 +186,13 @@ def measure(
         queries: the share of the queries to look at, chosen at random; what is summed over queries is scaled up.
         seed: of that choice.
         on_missing: what to do if a layer that looks like attention runs and can't be read: `raise`, or `warn`.
+        memory: bytes of values to keep for exact percentiles; past it sketches take their place (column `error`).
+        raw: a new folder to write every query's own values into, as a Parquet data set.
         progress: show a progress bar; where omitted, only on a terminal.
 
     Returns:
         The measurement table: one row for each module, head, selection and metric, with pooled rows for layers and the
         model; see `Watch.table` for its `attrs`.
-
-    Raises:
-        ValueError: if there are no batches, an argument is not as described, the model attended nowhere, or (as
-            `MissedAttention`) a layer was missed.
     """
     if isinstance(batches, (Mapping, Tensor)):
         batches = [batches]
@@ -182,13 +204,43 @@ def measure(
         queries=queries,
         seed=seed,
         on_missing=on_missing,
+        memory=memory,
+        raw=raw,
     )
+    watch_batches(model, batches, watching, progress=progress)
+    return watching.table()
+
+
+def watch_batches(
+    model: nn.Module,
+    batches: Iterable[Any],
+    watching: Watch,
+    *,
+    shard: tuple[int, int] = (1, 1),
+    progress: bool | None = None,
+) -> None:
+    """Run batches through a model that is being watched, in evaluation mode and without gradients.
+
+    Args:
+        model: the model.
+        batches: as for `measure`.
+        watching: where the statistics go.
+        shard: (i, n), to run only the i-th of every n batches, counted from 1.
+        progress: show a progress bar; where omitted, only on a terminal.
+
+    Raises:
+        ValueError: if there are no batches, the model attended nowhere, or (as `MissedAttention`) a layer was missed.
+    """
+    number, total = shard
     seen = False
     with evaluating(model), torch.no_grad(), watching:
-        for batch in tqdm(batches, desc="measuring", unit="batch", disable=None if progress is None else not progress):
+        chosen = ((i, batch) for i, batch in enumerate(batches) if i % total == number - 1)
+        for watching.batch, batch in tqdm(
+            chosen, desc="measuring", unit="batch", disable=None if progress is None else not progress
+        ):
             run(model, batch)
-            if not seen and on_missing == "raise":
-                watching.check()
+            if not seen:
+                watching.check_first()
             seen = True
     if not seen:
         raise ValueError("Expected at least one batch to measure, but got none.")
@@ -198,7 +250,6 @@ def measure(
             f"Expected a model with softmax attention, but {type(model).__name__} ran without any"
             f"{': it has ' + other if other else ''}."
         )
-    return watching.table()
 
 
 def run(model: nn.Module, batch: Any) -> Any:
