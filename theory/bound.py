@@ -41,6 +41,11 @@ class Bound:
     letters: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
+    def reconstructed(self) -> bool:
+        """Whether this is a form of the paper that was derived anew, not read."""
+        return RECONSTRUCTED in self.source
+
+    @property
     def symbols(self) -> tuple[Expression, ...]:
         """The symbols of the expression; their names are the keywords of `value` and `log`."""
         used = {str(symbol) for symbol in self.expression.free_symbols}

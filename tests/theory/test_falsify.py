@@ -43,6 +43,15 @@ def test_attack_all_covers_every_case_and_repeats_with_the_seed():
     }
 
 
+def test_summary_says_which_forms_fail():
+    attempts = [*falsify.attack_all(PROBLEMS[1:2], trials=20, steps=2), *falsify.counterexample()]
+    lines = falsify.summary(attempts).splitlines()
+    assert lines[0].startswith("softmax-full (reconstructed): exceeded, measured / bound at most 1.333")
+    assert lines[1].startswith("theorem-3-input (reconstructed): exceeded, measured / bound at most 1.119")
+    assert all("(rigorous): not exceeded" in line for line in lines[2:])
+    assert len(lines) == 8
+
+
 def test_counterexample_exceeds_the_published_form_by_11_9_percent():
     published, sharp = falsify.counterexample()
     assert published.bound.name == "theorem-3-input"

@@ -140,6 +140,31 @@ def attack_all(
     ]
 
 
+def summary(attempts: Sequence[Attempt]) -> str:
+    """Say for each bound how far the searches got.
+
+    Args:
+        attempts: what `attack_all` returned.
+
+    Returns:
+        One line a bound, the published forms first, each with the largest ratio and where it was found.
+    """
+    worst: dict[str, Attempt] = {}
+    for attempt in attempts:
+        if attempt.bound.name not in worst or attempt.ratio > worst[attempt.bound.name].ratio:
+            worst[attempt.bound.name] = attempt
+    lines = []
+    for attempt in sorted(worst.values(), key=lambda one: (not one.bound.reconstructed, -one.ratio)):
+        # Ratios of bounds that are reached carry rounding.
+        verdict = "exceeded" if attempt.ratio > 1 + 1e-9 else "not exceeded"
+        kind = "reconstructed" if attempt.bound.reconstructed else "rigorous"
+        lines.append(
+            f"{attempt.bound.name} ({kind}): {verdict}, measured / bound at most {attempt.ratio:.4g} "
+            f"({attempt.search}, {attempt.problem})"
+        )
+    return "\n".join(lines)
+
+
 def _attempt(problem: Problem, target: str, search: str, points: Array, ratios: Array) -> Attempt:
     worst = int(ratios.argmax())
     return Attempt(problem.bounds[target], problem.name, search, float(np.exp(ratios[worst])), points[worst].copy())
