@@ -118,11 +118,13 @@ def jacobian_sums(layer: Layer) -> tuple[Float[Tensor, " token"], Float[Tensor, 
     sums, directions = [], []
     for key in range(length):
         jacobian = torch.func.jacfwd(partial(_moved, layer, key))(layer.tokens[key, :free])  # (query, out, free)
-        norms = torch.linalg.matrix_norm(jacobian, 2)
+        # Largest singular values from Gram matrices on the shorter side, which is much faster than an SVD.
+        gram = jacobian @ jacobian.mT if jacobian.shape[1] <= free else jacobian.mT @ jacobian
+        norms = torch.linalg.eigvalsh(gram)[:, -1].clamp(min=0).sqrt()
         sums.append(norms.sum())
-        together = torch.linalg.svd(jacobian.flatten(0, 1), full_matrices=False).Vh[0]
-        alone = torch.linalg.svd(jacobian[norms.argmax()], full_matrices=False).Vh[0]
-        directions.append(_climb(jacobian, torch.stack([together, alone])))
+        flat, worst = jacobian.flatten(0, 1), jacobian[norms.argmax()]
+        best = torch.linalg.eigh(torch.stack([flat.mT @ flat, worst.mT @ worst])).eigenvectors[..., -1]
+        directions.append(_climb(jacobian, best))
     padded = torch.nn.functional.pad(torch.stack(directions), (0, dim - free))
     return torch.stack(sums), padded
 
@@ -135,13 +137,14 @@ def _moved(layer: Layer, key: int, start: Float[Tensor, " free"]) -> Float[Tenso
 
 
 def _climb(
-    jacobian: Float[Tensor, "query out free"], directions: Float[Tensor, "pick free"], steps: int = 20
+    jacobian: Float[Tensor, "query out free"], directions: Float[Tensor, "pick free"], steps: int = 10
 ) -> Float[Tensor, "pick free"]:
     # The sum of norms is convex in the direction, so stepping to the normalised gradient never lowers it on the sphere.
+    flat, shape = jacobian.flatten(0, 1), jacobian.shape[:2]
     for _ in range(steps):
-        moved = torch.einsum("qof,pf->pqo", jacobian, directions)
+        moved = (directions @ flat.T).unflatten(1, shape)  # (pick, query, out)
         unit = moved / moved.norm(dim=-1, keepdim=True).clamp(min=1e-300)
-        gradient = torch.einsum("pqo,qof->pf", unit, jacobian)
+        gradient = unit.flatten(1) @ flat
         directions = gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1e-300)
     return directions
 
