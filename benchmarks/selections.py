@@ -1,6 +1,6 @@
 """How long each selection takes to choose its keys, as a multiple of one q k^T.
 
-    python benchmarks/selections.py [--length 4096] [--heads 8] [--out benchmarks/results/selections.md]
+    python -m benchmarks.selections [--length 4096] [--heads 8] [--out benchmarks/results/selections.md]
 
 Queries go through in blocks of 256; the logits of a block are computed first and not counted, nor is the floor: the
 time of these products alone. Of each, the least of `--repeat` runs, the floor's taken right before.
@@ -92,7 +92,7 @@ def main() -> None:
     lines = [
         "# Cost of selections",
         "",
-        f"`python benchmarks/selections.py`: {options.length} keys and queries, {options.heads} heads, head dimension "
+        f"`python -m benchmarks.selections`: {options.length} keys and queries, {options.heads} heads, head dimension "
         f"{options.dim}, float32, {options.threads} thread(s), blocks of {ROWS} queries, least of {options.repeat} "
         f"runs; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. Seconds of choosing the keys, "
         "and as a multiple of one q k^T over the same blocks taken right before.",
