@@ -2,7 +2,7 @@ r"""Directions in parameter space, and what they are scaled by.
 
 A direction is one tensor per parameter. With scaling "tensor" (the paper [1]) each tensor of a Gaussian direction
 gets the norm of the parameter it belongs to; with "filter" each row does (every slice along the first dimension, as
-in [2]); with "layer" all parameters of one module together; with "none" nothing is scaled. Two directions are made
+in [2]); with "layer" all parameters of one module together; with "unscaled" nothing is scaled. Two directions are made
 orthogonal *after* scaling, inside each scaled piece, so that the pieces keep their norms.
 
 [1] Ram et al., Transformers Learn Faster with Semantic Focus, NeurIPS 2025.
@@ -27,7 +27,7 @@ from stability.errors import UserError
 from stability.files import atomic_write
 from stability.landscape.objective import hash_tensors
 
-SCALINGS = ("tensor", "filter", "layer", "none")
+SCALINGS = ("tensor", "filter", "layer", "unscaled")
 Direction = Mapping[str, Tensor]
 
 
@@ -47,7 +47,7 @@ class Directions:
     x: Direction
     y: Direction | None = None
     kind: str = "given"
-    scaling: str = "none"
+    scaling: str = "unscaled"
     seed: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -170,9 +170,10 @@ def gaussian(
     Args:
         model: whose parameters move; it is only read.
         seed: of a generator on the CPU, so that every machine draws the same.
-        scaling: "tensor", "filter", "layer" or "none"; see the module's docstring. A piece whose parameters are all 0
-            does not move.
-        orthogonal: make the second direction orthogonal to the first, after scaling.
+        scaling: "tensor", "filter", "layer" or "unscaled"; see the module's docstring. A piece whose parameters are
+            all 0 does not move.
+        orthogonal: make the second direction orthogonal to the first, after scaling (a single parameter has no such
+            one).
         keep_biases: move biases too.
         keep_norms: move the parameters of normalisation layers too.
         count: 1 or 2 directions.
@@ -190,11 +191,12 @@ def gaussian(
     moving = moving_parameters(model, keep_biases=keep_biases, keep_norms=keep_norms)
     generator = torch.Generator().manual_seed(seed)
     drawn: list[dict[str, Tensor]] = []
+    one: dict[str, Tensor] = {}
     for _ in range(count):
         one = {name: _normal_like(parameter, generator) for name, parameter in moving.items()}
         drawn.append(_scaled(one, moving, scaling))
     if count == 2 and orthogonal:
-        drawn[1] = _orthogonalised(drawn[0], drawn[1], scaling)
+        drawn[1] = _orthogonalised(drawn[0], drawn[1], one, scaling)
     details = {"orthogonal": orthogonal, "keep_biases": keep_biases, "keep_norms": keep_norms}
     return Directions(drawn[0], drawn[1] if count == 2 else None, "gaussian", scaling, seed, details)
 
@@ -340,7 +342,7 @@ def _difference(state: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> di
 
 
 def _groups(names: Iterable[str], scaling: str) -> list[list[str]]:
-    if scaling == "none":
+    if scaling == "unscaled":
         return [list(names)]
     if scaling != "layer":
         return [[name] for name in names]
@@ -375,7 +377,7 @@ def _unpack(matrices: Sequence[Tensor], like: Direction, scaling: str) -> dict[s
 
 def _scaled(direction: Direction, parameters: Direction, scaling: str) -> dict[str, Tensor]:
     matrices = _pack(direction, scaling)
-    if scaling != "none":
+    if scaling != "unscaled":
         targets = _pack(parameters, scaling)
         matrices = [
             matrix * (target.norm(dim=1) / matrix.norm(dim=1).clamp_min(1e-300))[:, None].to(matrix.device)
@@ -386,11 +388,15 @@ def _scaled(direction: Direction, parameters: Direction, scaling: str) -> dict[s
 
 # Inside each piece first, which keeps the pieces' norms; a piece of one entry has no orthogonal complement and stays,
 # so a last step over all parameters together takes away what such pieces left.
-def _orthogonalised(x: Direction, y: Direction, scaling: str) -> dict[str, Tensor]:
+def _orthogonalised(x: Direction, y: Direction, plain: Direction, scaling: str) -> dict[str, Tensor]:
     pieces = [_orthogonal_rows(a, b) for a, b in zip(_pack(x, scaling), _pack(y, scaling), strict=True)]
-    moved = {name: tensor.double() for name, tensor in _unpack(pieces, y, scaling).items()}
-    (whole,) = (_orthogonal_rows(a, b) for a, b in zip(_pack(x, "none"), _pack(moved, "none"), strict=True))
-    return _unpack([whole], y, "none")
+    ((first,), (second,)) = _pack(x, "unscaled"), _pack(_unpack(pieces, y, scaling), "unscaled")
+    whole = _orthogonal_rows(first, second)
+    if abs(float((first * whole).sum())) > 1e-6 * float(first.norm() * whole.norm()):
+        # Nothing but pieces of one entry, and parallel: the plain Gaussian is not.
+        (loose,) = _pack(plain, "unscaled")
+        whole = _orthogonal_rows(first, loose.to(first.device) * (second.norm() / loose.norm()))
+    return _unpack([whole], y, "unscaled")
 
 
 def _orthogonal_rows(

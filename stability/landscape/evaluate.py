@@ -3,14 +3,13 @@
 The evaluator works on a private copy of the model, in evaluation mode, whose parameters are views of one vector: a
 point is set by two vector operations, and the user's model is never touched. Where the model is small enough for the
 overhead of single operations to matter, all points of a chunk go through `torch.func.functional_call` under `vmap`
-instead; which of the two is faster is measured once, on the first batch.
+instead; the number of operations of the first batch decides.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from stability.errors import UserError
 from stability.landscape.directions import Direction, Directions
@@ -30,7 +30,8 @@ Values = dict[str, list[float]]
 
 _ALIGNMENT = 64  # bytes; the matrix products are fastest, and repeatable, on aligned weights
 _VMAP_BYTES = 2**30
-_CHUNK_SECONDS = 2.0
+_VMAP_OPERATIONS = 3e7  # a forward pass below this is mostly overhead; measured in benchmarks/results/landscape.md
+_CHUNK_OPERATIONS = 1e11  # some seconds on two cores
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,11 @@ class Evaluator:
         self.device = next(iter(groups))[1]
 
     def plan(self, *, method: str = "auto", chunk: int | None = None, points: int = 1) -> Plan:
-        """Choose how to evaluate, by timing the first batch where there is a choice.
+        """Choose how to evaluate, by the number of floating-point operations alone: every run chooses alike.
 
         Args:
             method: "auto", "in place" or "vmap".
-            chunk: points per pass; by default about two seconds' worth.
+            chunk: points per pass; by default some seconds' worth.
             points: how many there are to evaluate.
 
         Returns:
@@ -148,23 +149,13 @@ class Evaluator:
             raise UserError(
                 "Expected a pair (loss_fn, batches) and no gradient norms for the vmap method, but got otherwise."
             )
-        width = min(points, chunk or 16, self._widest())
-        seconds = self._seconds("in place", 1)
+        operations = self._operations()
         if method == "auto":
-            method = "in place"
-            if can_stack and width > 1:
-                try:
-                    stacked = self._seconds("vmap", width)
-                except (RuntimeError, ValueError, TypeError):
-                    stacked = math.inf  # control flow that depends on values, or an operation that vmap does not know
-                if stacked < 0.9 * seconds:
-                    method, seconds = "vmap", stacked
-        count = 1
-        if self.objective.batches is not None:
-            count = sum(1 for _ in self.objective.batches)
-        ideal = int(_CHUNK_SECONDS / max(seconds * count, 1e-9))
-        limit = self._widest() if method == "vmap" else 256
-        return Plan(method, chunk or max(1, min(ideal, limit, points)))
+            small = can_stack and points > 1 and operations < _VMAP_OPERATIONS
+            method = "vmap" if small and self._can_vmap() else "in place"
+        batches = 1 if self.objective.batches is None else sum(1 for _ in self.objective.batches)
+        ideal = int(_CHUNK_OPERATIONS / max(operations * batches, 1))
+        return Plan(method, chunk or max(1, min(ideal, self._widest(), points)))
 
     def values(self, points: Sequence[Point], method: str = "in place") -> Values:
         """Evaluate every function at every point, in one pass over the data.
@@ -276,19 +267,22 @@ class Evaluator:
         result: Tensor = vmap(at_one_point)(parameters)
         return result
 
-    def _seconds(self, method: str, width: int) -> float:
-        # Per point on the first batch, the faster of two tries: the first one also warms up.
-        points = [(0.0, 0.0)] * width
-        best = math.inf
-        for _ in range(2):
-            start = time.perf_counter()
-            if self.objective.batches is None or self.gradient_norm:
-                self.values(points[:1])
-                return time.perf_counter() - start
+    # Multiplications and additions of one forward pass over the first batch, as far as torch counts them.
+    def _operations(self) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            if self.objective.batches is None:
+                self._of_model([(0.0, 0.0)])
+            else:
+                self._over_batches([(0.0, 0.0)], "in place", only_first=True)
+        return int(counter.get_total_flops())
+
+    def _can_vmap(self) -> bool:
+        try:
             with torch.inference_mode():
-                self._over_batches(points, method, only_first=True)
-            best = min(best, (time.perf_counter() - start) / width)
-        return best
+                self._over_batches([(0.0, 0.0)] * 2, "vmap", only_first=True)
+        except (RuntimeError, ValueError, TypeError):
+            return False  # control flow that depends on values, or an operation that vmap does not know
+        return True
 
     def _with_gradients(self, points: Sequence[Point]) -> Values:
         values: Values = {name: [] for name in self.names}

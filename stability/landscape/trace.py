@@ -21,6 +21,7 @@ from stability.landscape import directions as _directions
 from stability.landscape import grid as _grid
 from stability.landscape.directions import Directions
 from stability.landscape.evaluate import Evaluator, model_fingerprint, norm_of
+from stability.landscape.hessian import hessian
 from stability.landscape.objective import Loss, make_objective
 from stability.landscape.parallel import Chunk, Job, Place, limited_threads, run
 from stability.landscape.store import DIRECTIONS, SURFACE, Store
@@ -35,8 +36,8 @@ class Options(TypedDict, total=False):
             landscape.accuracy}`.
         reduction: how batches are combined: "mean" (default) weighs them by samples, "sum" adds.
         gradient_norm: add a column with the Euclidean norm of the loss's gradient with respect to all parameters.
-        method: "auto" (default: whichever is faster on the first batch), "in place" or "vmap".
-        chunk: points per pass over the data, and between two writes to the disk; about two seconds' worth by default.
+        method: "auto" (default: "vmap" where a forward pass is small), "in place" or "vmap".
+        chunk: points per pass over the data, and between two writes to the disk; some seconds' worth by default.
         out: folder for surface.parquet, directions.safetensors and the log of finished chunks. A run that was stopped
             goes on where it was when it is started again with the same arguments.
         force: replace what is in `out`.
@@ -81,8 +82,8 @@ def slice(
             mode.
         loss: `loss(model) -> scalar`, or a pair (loss_fn, batches) with `loss_fn(output, target) -> scalar`. A batch is
             (inputs, target) or a mapping of the model's keyword arguments with the target under "labels".
-        directions: a scaling ("tensor" as in the paper, "filter", "layer", "none") to draw Gaussian directions, or
-            `Directions` made or read elsewhere.
+        directions: a scaling ("tensor" as in the paper, "filter", "layer", "unscaled") to draw Gaussian directions, or
+            "hessian" for the directions of largest curvature, or `Directions` made or read elsewhere.
         steps: points per direction; odd numbers include the centre.
         radius: largest coordinate, in multiples of the directions.
         seed: of the directions, if they are drawn here.
@@ -98,6 +99,8 @@ def slice(
     """
     if paper_compat:
         steps, radius = _grid.PAPER_STEPS, 1.0
+    if directions == "hessian":
+        directions = hessian(model, loss, seed=seed)
     if isinstance(directions, str):
         directions = _directions.gaussian(model, seed=seed, scaling=directions, orthogonal=not paper_compat)
     if directions.y is None:

@@ -36,7 +36,7 @@ class Encoder(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(3, width)
-            self.register_buffer("position", torch.randn(length, width))
+            self.register_buffer("position", torch.randn(length, width, generator=torch.Generator().manual_seed(99)))
             self.blocks = nn.ModuleList(
                 nn.ModuleDict(
                     {name: nn.Linear(width, width) for name in ("query", "key", "value", "out", "first", "second")}
