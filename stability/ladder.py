@@ -140,9 +140,9 @@ def _climb(
     jacobian: Float[Tensor, "query out free"], directions: Float[Tensor, "pick free"], steps: int = 10
 ) -> Float[Tensor, "pick free"]:
     # The sum of norms is convex in the direction, so stepping to the normalised gradient never lowers it on the sphere.
-    flat, shape = jacobian.flatten(0, 1), jacobian.shape[:2]
+    flat = jacobian.flatten(0, 1)
     for _ in range(steps):
-        moved = (directions @ flat.T).unflatten(1, shape)  # (pick, query, out)
+        moved = (directions @ flat.T).reshape(len(directions), *jacobian.shape[:2])  # (pick, query, out)
         unit = moved / moved.norm(dim=-1, keepdim=True).clamp(min=1e-300)
         gradient = unit.flatten(1) @ flat
         directions = gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1e-300)

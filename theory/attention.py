@@ -82,24 +82,6 @@ class Theorem(Constants):
         return "\n".join([*head, *(f"{bound.explain()}\n" for bound in self.all_bounds)]).rstrip()
 
 
-def _constants(
-    name: str, assumptions: str, source: str, letters: dict[str, str], parameter: Expression, inputs: Expression
-) -> Constants:
-    # Name the three constants of one theorem.
-    return Constants(
-        Bound(f"{name}-parameter", r"\lambda_W", parameter, assumptions, source, letters),
-        Bound(f"{name}-input", r"\lambda_X", inputs, assumptions, source, letters),
-        Bound(
-            f"{name}-value",
-            r"\lambda_V",
-            _length * _tokens,
-            f"{assumptions}. Reached when all tokens are equal",
-            source,
-            letters,
-        ),
-    )
-
-
 def _theorem(
     number: int,
     assumptions: str,
@@ -108,28 +90,29 @@ def _theorem(
     sharp: tuple[Expression, Expression],
     local: Expression,
 ) -> Theorem:
-    # Put the published, sharp and local forms of one theorem together.
+    # Put the published, sharp and local forms of one theorem together; the pairs are lambda_W and lambda_X.
     name = f"theorem-{number}"
     common = f"token norms at most Xi, ||W||_2 at most Gamma, ||V||_2 at most Upsilon; {assumptions}"
-    ours = "this project; derivation in docs/theory.md"
-    outer = _constants(name, common, f"{PAPER}, Theorem {number}; {RECONSTRUCTED}", letters, *published)
-    inner = _constants(f"{name}-sharp", common, ours, letters, *sharp)
-    still = Bound(
-        f"{name}-local-input",
-        r"\lambda_X",
-        local,
-        f"{common}; infinitesimal changes, the kept sets stay",
-        ours,
-        letters,
-    )
+    printed, ours = f"{PAPER}, Theorem {number}; {RECONSTRUCTED}", "this project; derivation in docs/theory.md"
+    defaults = {"keys": "length"} if number == 3 else {}
+    held = f"{common}; infinitesimal changes, the kept sets stay"
+    equal = f"{common}. Reached when all tokens are equal"
+
+    def bound(suffix: str, bounded: str, expression: Expression, assumed: str, source: str) -> Bound:
+        return Bound(f"{name}-{suffix}", bounded, expression, assumed, source, letters, defaults)
+
     return Theorem(
-        outer.parameter_stability,
-        outer.input_stability,
-        outer.value_stability,
-        name,
-        common,
-        inner,
-        still,
+        parameter_stability=bound("parameter", r"\lambda_W", published[0], common, printed),
+        input_stability=bound("input", r"\lambda_X", published[1], common, printed),
+        value_stability=bound("value", r"\lambda_V", _length * _tokens, equal, printed),
+        name=name,
+        assumptions=common,
+        sharp=Constants(
+            parameter_stability=bound("sharp-parameter", r"\lambda_W", sharp[0], common, ours),
+            input_stability=bound("sharp-input", r"\lambda_X", sharp[1], common, ours),
+            value_stability=bound("sharp-value", r"\lambda_V", _length * _tokens, equal, ours),
+        ),
+        local_input_stability=bound("local-input", r"\lambda_X", local, held, ours),
     )
 
 

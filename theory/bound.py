@@ -31,6 +31,8 @@ class Bound:
         assumptions: when it holds, in words.
         source: where it comes from.
         letters: LaTeX of quantities whose letter differs here from the general one.
+        defaults: quantities that equal another one where they are omitted, such as `keys` and `length` for full
+            attention.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Bound:
     assumptions: str
     source: str
     letters: Mapping[str, str] = field(default_factory=dict, repr=False)
+    defaults: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def reconstructed(self) -> bool:
@@ -77,6 +80,7 @@ class Bound:
             TypeError: if an argument is missing or is not a quantity.
         """
         arrays = check(arguments)
+        arrays = {name: arrays[other] for name, other in self.defaults.items() if other in arrays} | arrays
         missing = [str(symbol) for symbol in self.symbols if str(symbol) not in arrays]
         if missing:
             raise TypeError(

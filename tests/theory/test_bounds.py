@@ -134,6 +134,14 @@ def test_calling_is_value_and_spare_quantities_are_ignored():
     assert softmax.inf_to_one() == 1.0
 
 
+def test_full_attention_keeps_all_tokens_unless_told_otherwise():
+    norms = {"token_norm": 1.0, "score_norm": 100.0, "value_norm": 1.0}
+    assert theory.full.sharp.input_stability(dispersion=0.0, length=40, **norms) == pytest.approx(296.0)
+    assert theory.full.sharp.input_stability(dispersion=0.0, keys=40, **norms) == pytest.approx(296.0)
+    with pytest.raises(TypeError, match="got no keys"):
+        theory.regular.sharp.input_stability(dispersion=0.0, length=40, **norms)
+
+
 def test_missing_and_unknown_arguments():
     with pytest.raises(TypeError, match="got no keys"):
         softmax.full(dispersion=1.0)
