@@ -50,15 +50,14 @@ def run_regions(out: Path, force: bool = False) -> list[Path]:
     from theory.plots import input_figure, parameter_figure
 
     draw = {"region-parameter": parameter_figure, "region-input": input_figure}
-    targets = {name: [out / f"{name}.{kind}" for kind in ("png", "pdf")] for name in draw}
-    for path in sum(targets.values(), []):
+    targets = {out / f"{name}.{kind}": name for name in draw for kind in ("png", "pdf")}
+    for path in targets:
         refuse_existing(path, force=force)
-    for name, figure in draw.items():
-        drawn = figure()
-        for path in targets[name]:
-            with atomic_write(path) as temporary:
-                drawn.savefig(temporary, format=path.suffix[1:], dpi=150)
-    return sum(targets.values(), [])
+    figures = {name: figure() for name, figure in draw.items()}
+    for path, name in targets.items():
+        with atomic_write(path) as temporary:
+            figures[name].savefig(temporary, format=path.suffix[1:], dpi=150)
+    return list(targets)
 
 
 def explain(name: str) -> str:
