@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +13,13 @@ from torch import nn
 from probes.apply import apply
 from probes.attend import attend
 from probes.capture import capture
+from probes.effect import outcome
 from probes.errors import MissedAttention
 from probes.selection import parse
+
+sys.path.insert(0, str(Path(__file__).parent))
+from architectures import ARCHITECTURES
+from check_architecture import OwnWeights
 
 SELECTIONS = ("topk:3", "banded:3", "top-p:0.7", "moba:4:1", "quest:2:2", "lsh:4:1", "topk:2+sink:1")
 
@@ -220,3 +228,22 @@ def test_what_cannot_be_replaced_is_an_error():
         raise RuntimeError("own")
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_every_architecture_takes_a_selection(architecture):
+    """The library's own eager code returns its weights: with top-2 in place no query has more than two."""
+    model, inputs = architecture.build("eager"), architecture.batch("none")
+    with torch.no_grad():
+        plain = outcome(model(**inputs)).clone()
+        with apply(model, "full"):
+            assert outcome(model(**inputs)).equal(plain)
+        with apply(model, "topk:2"):
+            own = OwnWeights(model)
+            changed = outcome(model(**inputs, output_attentions=True))
+            own.close()
+        assert outcome(model(**inputs)).equal(plain)
+    assert not changed.equal(plain)
+    assert own.seen
+    for weights in own.seen:
+        assert (weights > 1e-30).sum(-1).max() <= 2  # a finite mask of the model's own, -100 in Swin, leaves 1e-44
