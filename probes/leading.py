@@ -6,9 +6,14 @@ keys where rows are long: the n largest lie in the n groups with the largest max
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+ACCELERATED = importlib.util.find_spec("numba") is not None
+"""Whether to use numba; the numbers are the same either way."""
 
 GROUP = 64
 """Keys in a group; groups pay from about fifty of them on."""
@@ -30,6 +35,10 @@ def extremes_and_leading(
         Smallest (inf where no key is allowed), largest in falling order (-inf past the allowed keys), keys of the
         largest; which of equal logits come first is not defined. NaN logits make the smallest or the first largest NaN.
     """
+    if ACCELERATED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
+        from probes import fast
+
+        return fast.extremes_and_leading(logits, allowed, number)
     low = (logits if allowed is None else logits.masked_fill(~allowed, torch.inf)).amin(-1)
     high = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     values, indices = leading(high, number)

@@ -144,9 +144,14 @@ def _scan_block(
     end = part.shape[-1]
     logits = part.logits(index)
     allowed = None if part.unmasked else part.allowed(index)
-    seen[..., :end] |= counted.any(-1, keepdim=True) if allowed is None else (allowed & counted[..., None]).any(-2)
-    if allowed is not None and bool(allowed.all()):
+    if allowed is not None and not part.causal and bool(allowed.all()):
         allowed = None
+    # How many counted queries may attend to each key; what they all keep under full attention.
+    if allowed is None:
+        reach = counted.sum(-1, keepdim=True)
+    else:
+        reach = (allowed if bool(counted.all()) else allowed & counted[..., None]).sum(-2)
+    seen[..., :end] |= reach > 0
     numbers = [_leading_count(selection) for selection in selections]
     shared = Shared.of(logits, allowed, part.sinks, max((n for n in numbers if n is not None), default=None))
     general: Tensor | None = None
@@ -157,7 +162,7 @@ def _scan_block(
             invalid = int(((logits.isnan() & general).any(-1) & counted).sum())
     for selection, number, view in zip(selections, numbers, views, strict=True):
         if shared is not None and number is not None:
-            values = shared.full(view, counted, end) if number == 0 else shared.topk(number, selection, view, counted)
+            values = shared.full(view, counted, reach) if number == 0 else shared.topk(number, selection, view, counted)
         else:
             assert general is not None
             kept = selection.keep(logits, general, start=at, call=part)
@@ -228,7 +233,8 @@ class Shared:
         few = min(max(most + 1, SUBSET_KEYS), keys)
         low, values, indices = extremes_and_leading(logits, allowed, few)
         high = values[..., :1]
-        some = torch.ones_like(low, dtype=torch.bool) if allowed is None else allowed.any(-1)
+        number = torch.full_like(low, keys) if allowed is None else allowed.sum(-1).to(low.dtype)
+        some = number > 0
         if not bool((torch.isfinite(low) & torch.isfinite(high[..., 0]) | ~some).all()):
             return None
         shift = high if sinks is None else torch.maximum(high, sinks.to(logits.dtype)[None, :, None, None])
@@ -242,24 +248,21 @@ class Shared:
             behind = sinks.to(logits.dtype)[None, :, None] - shift[..., 0]
             total = total + behind.exp()
             distance = distance - behind.exp() * behind
-        number = torch.full_like(low, keys) if allowed is None else allowed.sum(-1).to(low.dtype)
         return cls(logits, allowed, number, low, values, indices, shift, powers, total, behind, distance)
 
-    def full(self, view: Outcome, counted: Tensor, end: int) -> dict[str, Tensor]:
+    def full(self, view: Outcome, counted: Tensor, reach: Tensor) -> dict[str, Tensor]:
         """Statistics of full attention.
 
         Args:
             view: where the sums over queries go.
             counted: (batch, 1, query), which queries take part in them.
-            end: number of keys in the block.
+            reach: (batch, head, key) or what broadcasts to it, how many of these may attend to each key.
 
         Returns:
             A tensor for each name in `PER_QUERY`.
         """
-        if self.allowed is None:
-            view.counts[..., :end] += counted.sum(-1, keepdim=True)
-        else:
-            view.counts[..., :end] += (self.allowed & counted[..., None]).sum(-2)
+        end = self.logits.shape[-1]
+        view.counts[..., :end] += reach
         some = self.number > 0
         factor = torch.where(counted & some, 1 / self.total, 0.0)
         view.mass[..., :end] += (factor[..., None, :] @ self.powers)[..., 0, :]
