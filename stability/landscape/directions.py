@@ -291,7 +291,8 @@ def inner(first: Direction, second: Direction) -> float:
     Returns:
         The sum over all parameters of the products.
     """
-    return sum(float((first[name].double() * second[name].double()).sum()) for name in first if name in second)
+    # An exact sum: the same whatever the order of the names, which saving changes.
+    return math.fsum(float((first[name].double() * second[name].double()).sum()) for name in first if name in second)
 
 
 def flatten(direction: Direction) -> Tensor:

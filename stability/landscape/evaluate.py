@@ -225,7 +225,7 @@ class Evaluator:
         return max(1, min(64, _VMAP_BYTES // max(size, 1)))
 
     def _of_model(self, points: Sequence[Point]) -> Values:
-        values: Values = {name: [] for name in self.names}
+        values: Values = {name: [] for name in self.objective.names}
         for point in points:
             self._set(point)
             for name, function in self.objective.functions.items():
@@ -233,7 +233,7 @@ class Evaluator:
         return values
 
     def _over_batches(self, points: Sequence[Point], method: str, only_first: bool = False) -> Values:
-        totals = torch.zeros(len(self.names), len(points), dtype=torch.float64, device=self.device)
+        totals = torch.zeros(len(self.objective.names), len(points), dtype=torch.float64, device=self.device)
         weights = 0.0
         stacked = [group.stacked(points) for group in self._groups] if method == "vmap" else []
         parameters = {name: tensor for group in stacked for name, tensor in group.items()}
@@ -249,7 +249,7 @@ class Evaluator:
                 break
         if self.objective.reduction == "mean":
             totals /= weights
-        return dict(zip(self.names, totals.tolist(), strict=True))
+        return dict(zip(self.objective.names, totals.tolist(), strict=True))
 
     def _functions(self, output: Any, target: Any) -> Float[Tensor, " function"]:
         return self._stack(function(output, target) for function in self.objective.functions.values())

@@ -187,6 +187,38 @@ def difference(first: Surface, second: Surface, *, function: str = "loss", ax: A
     return ax
 
 
+def profile(surfaces: Mapping[str, Surface], *, function: str = "loss", ax: Axes | None = None) -> Axes:
+    """Lines (one direction, or the segment between two models), several in one picture.
+
+    Args:
+        surfaces: lines by name.
+        function: which column.
+        ax: where to draw.
+
+    Returns:
+        The axes; points that are not finite are marked at the bottom.
+    """
+    ax = ax or plt.subplots(figsize=(6, 4.2), layout="constrained")[1]
+    for number, (name, surface) in enumerate(surfaces.items()):
+        values = surface.grid(function)[0]
+        style = _STYLES[number % len(_STYLES)]
+        ax.plot(surface.x, np.where(np.isfinite(values), values, np.nan), style, label=name)
+        missing = surface.x[~np.isfinite(values)]
+        if len(missing):
+            label = f"{name}: not finite ({len(missing)} points)"
+            transform = ax.get_xaxis_transform()
+            ax.plot(
+                missing, np.zeros(len(missing)), "x", color=NOT_FINITE, transform=transform, label=label, clip_on=False
+            )
+    along = "position from the first model (0) to the second (1)"
+    kinds = {surface.metadata.get("kind") for surface in surfaces.values()}
+    first = next(iter(surfaces.values()))
+    ax.set(xlabel=along if kinds == {"between"} else _axis_label(first, 0), ylabel=_UNITS.get(function, function))
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    return ax
+
+
 def lipschitz_curves(
     tables: Mapping[str, pd.DataFrame],
     *,
