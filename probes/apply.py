@@ -231,6 +231,5 @@ def _fused(dropped: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 def _attend(dropped: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     query, key, value = args[:3]
     allowed = kwargs.get("allowed")
-    kept = ~dropped if allowed is None else allowed & ~dropped
-    scale, dropout = kwargs.get("scale"), kwargs.get("dropout", 0.0)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=kept, dropout_p=dropout, scale=scale)
+    given: dict[str, Any] = kwargs | {"allowed": ~dropped if allowed is None else allowed & ~dropped}
+    return attend(query, key, value, Full(), **given)

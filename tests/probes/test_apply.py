@@ -198,6 +198,16 @@ def test_a_model_of_this_project_takes_another_selection():
         assert not out.equal(plain)
 
 
+def test_dropout_of_a_models_own_choosing_stays():
+    x = torch.randn(1, 5, 8)
+    model = nn.Module()
+    model.forward = lambda x: attend(
+        x[:, None], x[:, None], x[:, None], parse("full"), dropout=lambda weights: torch.zeros_like(weights)
+    )
+    with apply(model, "topk:2"):
+        assert model(x).eq(0).all()
+
+
 def test_multi_head_attention_of_torch():
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
