@@ -14,7 +14,9 @@ from stability.dropout import Dropout
 
 
 class SelfAttention(nn.Module):
-    r"""Multi-head self-attention, :math:`W_o\,[\sum_{j \in K_i} \mathrm{softmax}_{K_i}(\tau\, q_i \cdot k_j / \sqrt{d})\, v_j]`.
+    r"""Multi-head self-attention over the keys that a selection keeps.
+
+    .. math:: W_o \sum_{j \in K_i} \mathrm{softmax}_{K_i}(\tau\, q_i \cdot k_j / \sqrt{d})\, v_j
 
     The selection draws no random numbers at initialisation, so that models that differ in it alone start out equal.
 
