@@ -1,7 +1,7 @@
 """Checkpoints of the paper's released code, read without executing anything.
 
-Such a file is a pickle that also holds data set objects of the code's own classes. A restricted unpickler reads tensors,
-plain values and the attributes of objects; any other name in the pickle is refused, and no code of the file is run.
+Such a file is a pickle that also holds data set objects of the code's own classes. A restricted unpickler reads
+tensors, plain values and the attributes of objects; any other name in the pickle is refused, and no code is run.
 
 [1] Ram et al., Transformers Learn Faster with Semantic Focus, NeurIPS 2025, released code.
 """
@@ -147,7 +147,7 @@ def open_authors(path: Path) -> Checkpoint:
         model=model.eval(),
         config=dict(settings),
         loss=loss_fn if data else None,
-        **data,  # type: ignore[arg-type]
+        **data,
     )
 
 

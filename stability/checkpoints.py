@@ -1,7 +1,7 @@
 """Opening trained models of every kind under one interface: run folders, transformers folders, files of weights.
 
-Nothing is ever unpickled freely: weights come from safetensors, torch's weights-only loader, or the restricted reader in
-`stability.authors`.
+Nothing is ever unpickled freely: weights come from safetensors, torch's weights-only loader, or the restricted reader
+in `stability.authors`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Checkpoint:
 
     Attributes:
         path: where it came from.
-        kind: `run` (this project's run folder), `transformers` (a library folder), `authors` (a checkpoint of the paper's
-            released code) or `weights` (a file of weights, with a model object from the caller).
+        kind: `run` (this project's run folder), `transformers` (a library folder), `authors` (a checkpoint of the
+            paper's released code) or `weights` (a file of weights, with a model object from the caller).
         model: the model, in evaluation mode.
         config: its configuration: a `RunConfig`, the library's own, the settings dictionary of the released code, or
             None.
@@ -147,7 +147,8 @@ def open(path: str | os.PathLike[str], model: nn.Module | None = None, *, best: 
         if (place / "config.json").is_file():
             return _open_transformers(place)
         raise UserError(
-            f"Expected {place} to be a run folder ({CONFIG}) or a transformers folder (config.json), but it has neither."
+            f"Expected {place} to be a run folder ({CONFIG}) or a transformers folder (config.json), "
+            "but it has neither file."
         )
     if model is not None:
         return _open_weights(place, model)
@@ -245,8 +246,8 @@ def _open_transformers(folder: Path) -> Checkpoint:
     named = next(iter(described.get("architectures") or ()), None)
     architecture = getattr(transformers, named, None) if isinstance(named, str) else None
     shown, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         kind = architecture or transformers.AutoModel
         model, report = kind.from_pretrained(
@@ -260,7 +261,7 @@ def _open_transformers(folder: Path) -> Checkpoint:
     finally:
         logging.set_verbosity(shown)
         if bar:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     if missing := sorted(
         name for name in report["missing_keys"] if "pooler" not in name and "position_ids" not in name
     ):

@@ -107,6 +107,6 @@ def words(run: Run) -> list[str]:
     return [
         f"{run.config.task.name} with {run.config.model.attention} attention, seed {run.config.seed}: {run.outcome} after "
         f"{len(run.history)} epochs (counted from 1); {first}.",
-        f"Training accuracy {last.train_accuracy:.1%}, held out {last.heldout_accuracy:.1%}; always giving the commonest "
-        f"label would reach {run.record['majority_accuracy_heldout']:.1%}.",
+        f"Training accuracy {last.train_accuracy:.1%}, held out {last.heldout_accuracy:.1%}; always giving the "
+        f"commonest label would reach {run.record['majority_accuracy_heldout']:.1%}.",
     ]

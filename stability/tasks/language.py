@@ -133,8 +133,8 @@ class Language(Task):
         except (RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise UserError(
-                f"Expected enough text in {self.file} for {self.vocabulary_size} tokens, but no vocabulary can be learned "
-                f"from it ({reason}); lower `vocabulary_size` or give more text."
+                f"Expected enough text in {self.file} for {self.vocabulary_size} tokens, but no vocabulary can be "
+                f"learned from it ({reason}); lower `vocabulary_size` or give more text."
             ) from error
         return sentencepiece.SentencePieceProcessor(model_proto=stream.getvalue())
 

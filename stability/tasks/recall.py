@@ -58,13 +58,13 @@ class Recall(Task):
         half = self.vocabulary_size // 2
         if self.pairs * self.keys_per_query > half - 1 or self.pairs * self.values_per_key > half:
             raise UserError(
-                f"Expected enough keys and values without repetition, but a vocabulary of {self.vocabulary_size} has too "
-                f"few for {self.pairs} pairs; enlarge `vocabulary_size` or lower `pairs`."
+                f"Expected enough keys and values without repetition, but a vocabulary of {self.vocabulary_size} has "
+                f"too few for {self.pairs} pairs; enlarge `vocabulary_size` or lower `pairs`."
             )
         if 2 * self.pairs * self.item > self.length:
             raise UserError(
-                f"Expected `length` to hold {self.pairs} pairs and their queries ({2 * self.pairs * self.item} tokens), "
-                f"but got {self.length}."
+                f"Expected `length` to hold {self.pairs} pairs and their queries ({2 * self.pairs * self.item} "
+                f"tokens), but got {self.length}."
             )
 
     @property

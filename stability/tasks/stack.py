@@ -58,6 +58,5 @@ class StackManipulation(FixedLength):
                 token >= PUSH_0, token - PUSH_0, token
             )  # above the top, so harmless for POP
             height = np.where(pop, np.maximum(height - 1, 0), height + 1)
-            height = np.minimum(height, self.length)
         top = stack[every, np.maximum(height - 1, 0)]
         return Examples(tokens, np.where(height > 0, top, EMPTY))
