@@ -30,7 +30,8 @@ def vectors(
         ValueError: if there is no call, or it has scores only.
     """
     if call is None or call.query is None or call.key is None:
-        what = "there is no attention call" if call is None else f"{call.module_name} gives its scores only"
+        name = "the model" if call is None else call.module_name or "the model"
+        what = "there is no attention call" if call is None else f"{name} gives its scores only"
         raise ValueError(
             f"Expected the queries and keys of the attention call for the selection {rule}, but {what}; "
             "choose a selection that needs logits or positions alone, such as topk or banded."
