@@ -3,7 +3,8 @@
     python -m benchmarks.selections [--length 4096] [--heads 8] [--out benchmarks/results/selections.md]
 
 Queries go through in blocks of 256; the logits of a block are computed first and not counted, nor is the floor: the
-time of these products alone. Of each, the least of `--repeat` runs, the floor's taken right before.
+time of these products alone. CPU seconds, so that other work on the machine does not count; of each, the least of
+`--repeat` runs, the floor's taken right before.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ def run(call: AttentionCall, act: Callable[[torch.Tensor, slice], object]) -> fl
     for start in range(0, call.shape[2], ROWS):
         rows = slice(start, start + ROWS)
         logits = call.logits(rows)
-        before = time.perf_counter()
+        before = time.process_time()
         act(logits, rows)
-        seconds += time.perf_counter() - before
+        seconds += time.process_time() - before
     return seconds
 
 
 def floor(call: AttentionCall) -> float:
     """Seconds of the products alone."""
-    before = time.perf_counter()
+    before = time.process_time()
     for start in range(0, call.shape[2], ROWS):
         call.logits(slice(start, start + ROWS))
-    return time.perf_counter() - before
+    return time.process_time() - before
 
 
 def measure(call: AttentionCall, selection: Selection, repeat: int) -> tuple[float, float, float]:
@@ -94,7 +95,7 @@ def main() -> None:
         "",
         f"`python -m benchmarks.selections`: {options.length} keys and queries, {options.heads} heads, head dimension "
         f"{options.dim}, float32, {options.threads} thread(s), blocks of {ROWS} queries, least of {options.repeat} "
-        f"runs; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. Seconds of choosing the keys, "
+        f"runs; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. CPU seconds of choosing the keys, "
         "and as a multiple of one q k^T over the same blocks taken right before.",
         "",
         "| selection | seconds, all keys | x q k^T | kept share | seconds, causal | x q k^T | kept share |",
