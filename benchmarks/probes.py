@@ -3,8 +3,8 @@
     python benchmarks/probes.py            # about five minutes on two cores; writes benchmarks/results/probes.md
     python benchmarks/probes.py --quick    # a smaller version, printed only
 
-The statistics are those of full attention and top-5 together, every metric of the table. Ratios are taken side by side in one
-process, the best of several rounds each.
+The statistics are those of full attention and top-5 together, every metric of the table. Ratios are taken side by side
+in one process, the best of several rounds each.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def report(lengths: list[int], rounds: int) -> str:
     lines = [
         "# What probing costs",
         "",
-        "Written by `python benchmarks/probes.py`: statistics of full attention and top-5 together, all metrics, against the",
-        "model's plain forward pass (transformers, sdpa, float32, two layers of the model's shape, batch 1).",
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, Python {platform.python_version()}.",
+        "Written by `python benchmarks/probes.py`: statistics of full attention and top-5 together, all metrics,",
+        "against the model's plain forward pass (transformers, sdpa, float32, two layers of its shape, batch 1).",
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}.",
         "",
         "| model | length | forward (s) | one more q k^T / forward | probe / forward, torch | probe / forward, numba |",
         "| --- | --- | --- | --- | --- | --- |",

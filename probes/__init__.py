@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from probes import plots, selection, statistics
+from probes import plots, selection, statistics, weights
 from probes.attend import attend
 from probes.attention import AttentionCall
 from probes.capture import capture
 from probes.errors import MissedAttention, ProbeError
 from probes.measure import Watch, measure, watch
+from probes.monitor import Monitor
 from probes.selection import Full, Selection, TopK, parse
 
 __all__ = [  # and every selection that `probes.selection` has, such as `probes.Banded`
     "AttentionCall",
     "Full",
     "MissedAttention",
+    "Monitor",
     "ProbeError",
     "Selection",
     "TopK",
@@ -28,6 +30,7 @@ __all__ = [  # and every selection that `probes.selection` has, such as `probes.
     "selection",
     "statistics",
     "watch",
+    "weights",
 ]
 
 

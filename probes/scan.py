@@ -92,7 +92,7 @@ def scan(
     for batch_slice, head_slice in _parts(call, count):
         part = call.part(batch_slice, head_slice)
         size = part.shape[0] * part.shape[1] * keys
-        step = max(1, min(count, max(ROWS, BLOCK // max(1, size))) if size * ROWS <= BLOCK else BLOCK // max(1, size))
+        step = max(1, min(count, _block(call) // max(1, size)))
         for first in range(0, count, step):
             last = min(first + step, count)
             index = slice(first, last) if rows is None else rows[first:last]
@@ -110,10 +110,15 @@ def scan(
     return Result(outcomes, result.seen, invalid)
 
 
+def _block(call: AttentionCall) -> int:
+    # A graphics card wants work in large pieces; a processor wants them to stay in its cache.
+    return BLOCK if call.device.type == "cpu" else 128 * BLOCK
+
+
 def _parts(call: AttentionCall, count: int) -> Iterator[tuple[slice, slice]]:
     # Batch elements and heads that are looked at together.
     batch, heads, _, keys = call.shape
-    together = max(1, BLOCK // max(1, min(count, ROWS) * keys))
+    together = max(1, _block(call) // max(1, min(count, ROWS) * keys))
     groups = 1 if call.key is None else heads // call.key.shape[1]
     if together >= heads:
         step = together // heads

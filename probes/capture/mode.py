@@ -164,7 +164,7 @@ def _describe_fused(
         "mask": attn_mask,
         "causal": is_causal,
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
-        "implementation": "sdpa",
+        "implementation": "fused",
     }
 
 

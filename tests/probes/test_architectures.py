@@ -34,3 +34,11 @@ def test_captured_attention_is_the_models_own(architecture, implementation, padd
         assert found.kinds == ("self", "cross")
         assert found.real[:2] == ((21, 21) if padding != "none" else (None, None))
         assert found.real[2:] == (None,) * 4
+
+
+def test_the_page_lists_every_architecture_and_no_failure():
+    text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    for architecture in ARCHITECTURES:
+        for implementation in architecture.implementations:
+            assert f"| {architecture.name} | {implementation} |" in text
+    assert "NO |" not in text
