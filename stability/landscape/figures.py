@@ -50,7 +50,8 @@ def contour(
     values = _finite(surface, function)
     if isinstance(levels, int):
         levels = contour_levels(values.compressed(), levels, log)
-    lines = ax.contour(surface.x, surface.y, values, levels=levels, cmap="viridis", linewidths=1.2)
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(levels)))  # the palest would vanish on white
+    lines = ax.contour(surface.x, surface.y, values, levels=levels, colors=colours, linewidths=1.2)
     ax.clabel(lines, fmt=lambda level: f"{level:.2g}", fontsize=7)
     ax.plot(0, 0, "k+", markersize=9)
     _decorate(ax, surface, function)
@@ -107,11 +108,8 @@ def surface_3d(surface: Surface, *, function: str = "loss", log: bool | None = N
         )
         ax.legend(loc="upper left", fontsize=8)
     label = _UNITS.get(function, function)
-    ax.set(
-        xlabel=_axis_label(surface, 0),
-        ylabel=_axis_label(surface, 1),
-        zlabel=f"log10 {label}" if logarithmic else label,
-    )
+    zlabel = f"log10 {label}" if logarithmic else label
+    ax.set(xlabel="x / grid units", ylabel="y / grid units", zlabel=zlabel)
     ax.set_title(surface.metadata.get("name", ""))
     return ax  # type: ignore[no-any-return]
 
