@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from probes.attention import AttentionCall
 from probes.selection import Full, Hardmax, Selection, TopK
 
 Dropout = float | Callable[[Tensor], Tensor]
@@ -72,7 +73,9 @@ def attend(
             kept = _pattern(selection, *logits.shape[-2:], logits.device)
         else:
             everything = torch.ones((), dtype=torch.bool, device=logits.device) if allowed is None else allowed
-            kept = selection.keep(logits, everything.expand_as(logits))
+            inputs = {"query": query.detach(), "key": key.detach(), "value": value.detach()}
+            call = AttentionCall("", None, "self", **inputs, scale=factor, mask=allowed)  # for rules that need more
+            kept = selection.keep(logits, everything.expand_as(logits), call=call)
     return _dense(logits, value, kept, dropout)
 
 

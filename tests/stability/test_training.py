@@ -148,7 +148,9 @@ def test_dropout_rate_and_independence() -> None:
     assert layer.eval()(x) is x
 
 
-@pytest.mark.parametrize("attention", ["full", "topk:3", "banded:5", "block:5+global:1", "random-k:3", "top-p:0.9"])
+@pytest.mark.parametrize(
+    "attention", ["full", "topk:3", "banded:5", "block:5+global:1", "random-k:3", "top-p:0.9", "moba:4:2"]
+)
 def test_same_seed_same_history_bit_for_bit(attention: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
