@@ -73,8 +73,9 @@ def attend(
             kept = _pattern(selection, *logits.shape[-2:], logits.device)
         else:
             everything = torch.ones((), dtype=torch.bool, device=logits.device) if allowed is None else allowed
-            inputs = {"query": query.detach(), "key": key.detach(), "value": value.detach()}
-            call = AttentionCall("", None, "self", **inputs, scale=factor, mask=allowed)  # for rules that need more
+            q, k, v = query.detach(), key.detach(), value.detach()
+            # Some rules look at more than the logits.
+            call = AttentionCall("", None, "self", query=q, key=k, value=v, scale=factor, mask=allowed)
             kept = selection.keep(logits, everything.expand_as(logits), call=call)
     return _dense(logits, value, kept, dropout)
 

@@ -22,7 +22,7 @@ def summary(folder: str | Path, *, threshold: float = THRESHOLD, seed: int = 0) 
 
     Standard deviations are population ones. The speed-up is the mean number of epochs of full attention divided by
     that of the row, both over the runs that reached the threshold, with a 95 % bootstrap interval (runs resampled
-    within each side); it is missing where either side has no such run, and its interval where either has fewer than two.
+    within each side); it is missing where either side has no such run, its interval where either has only one.
 
     Args:
         folder: holds run folders, at any depth.
