@@ -95,8 +95,8 @@ def main() -> None:
         "",
         f"`python -m benchmarks.selections`: {options.length} keys and queries, {options.heads} heads, head dimension "
         f"{options.dim}, float32, {options.threads} thread(s), blocks of {ROWS} queries, least of {options.repeat} "
-        f"runs; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. CPU seconds of choosing the keys, "
-        "and as a multiple of one q k^T over the same blocks taken right before.",
+        f"runs; torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. CPU seconds of choosing the "
+        "keys, and as a multiple of one q k^T over the same blocks taken right before.",
         "",
         "| selection | seconds, all keys | x q k^T | kept share | seconds, causal | x q k^T | kept share |",
         "| --- | --- | --- | --- | --- | --- | --- |",

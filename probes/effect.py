@@ -93,9 +93,17 @@ def supervised(output: Any, labels: Tensor) -> dict[str, Tensor]:
 
     Returns:
         `loss` in nats and `accuracy`, one value a position.
+
+    Raises:
+        ValueError: if the shapes of logits and labels don't go together.
     """
     logits = outcome(output).float()
     labels = labels.to(logits.device)
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"Expected labels of shape {tuple(logits.shape[:-1])} for logits of shape {tuple(logits.shape)}, "
+            f"but got {tuple(labels.shape)}."
+        )
     readings = [(logits, labels)]
     own = getattr(output, "loss", None)
     if labels.ndim > 1 and isinstance(own, Tensor):

@@ -301,6 +301,11 @@ def test_effect_with_labels_beside_the_batches():
         effect(model, [], ["topk:1"])
 
 
+def test_labels_of_another_shape():
+    with pytest.raises(ValueError, match="Expected labels of shape"):
+        supervised(torch.zeros(3, 2), torch.zeros(4, dtype=torch.long))
+
+
 def test_class_labels():
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
     values = supervised(logits, torch.tensor([0, 0, 1]))
