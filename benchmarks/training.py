@@ -1,9 +1,9 @@
 """Time of a training step: our top-5 and full attention beside a plain rendering of the paper's method.
 
 The plain method computes the top-k indices, fills a dense boolean mask sample by sample, fills the other logits with
-minus infinity and takes a dense softmax. All are timed in turn, round by round, so that other load on the machine hits them
-alike; the median of each is reported. Beside them stands what the step's matrix products alone would take at the rate
-measured in the same run. Run: python -P benchmarks/training.py [even-pairs] [listops]
+minus infinity and takes a dense softmax. All are timed in turn, round by round, so that other load on the machine hits
+them alike; the median of each is reported. Beside them stands what the full step's matrix products alone would take at
+the rate measured in the same run. Run: python -P benchmarks/training.py [even-pairs] [listops]
 """
 
 from __future__ import annotations

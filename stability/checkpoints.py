@@ -76,7 +76,8 @@ class Checkpoint:
             labels: yield pairs (inputs, labels), for a loss.
 
         Returns:
-            Batches: tensors (sequence, token) of the checkpoint's own data, or mappings for `model(**batch)` from text.
+            Batches: of the checkpoint's own data tensors (sequence, token), or where some are padded mappings with an
+            `attention_mask`, so that probes leave padding out; of text mappings for `model(**batch)`.
 
         Raises:
             UserError: if there is nothing of the kind asked for, or a number is not positive.
@@ -98,8 +99,12 @@ class Checkpoint:
         return self._of_data(inputs[:limit], targets if labels else None, batch_size)
 
     def _of_data(self, inputs: Tensor, targets: Tensor | None, size: int) -> Iterator[Any]:
+        config = getattr(self.model, "config", None)
+        padding = None if getattr(config, "paper_compat", True) else getattr(config, "padding", None)
+        masked = padding is not None and bool((inputs == padding).any())
         for first in range(0, len(inputs), size):
-            batch = inputs[first : first + size]
+            tokens = inputs[first : first + size]
+            batch = {"tokens": tokens, "attention_mask": tokens != padding} if masked else tokens
             yield batch if targets is None else (batch, targets[first : first + size])
 
     def _of_text(self, text: Any, limit: int | None, size: int) -> Iterator[dict[str, Tensor]]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import probes
 import stability
 from stability import tasks
 from stability.dropout import Dropout, dropped_positions
@@ -276,6 +277,21 @@ def test_opened_run(tmp_path: Path) -> None:
     with torch.inference_mode():
         right = (best.model(x).argmax(-1) == y).double().mean()
     assert float(right) == pytest.approx(run.history.heldout_accuracy.max())
+
+
+def test_padding_is_left_out_of_measurements(tmp_path: Path) -> None:
+    options = {"train": 20, "held_out": 10, "min_length": 5, "max_length": 30}
+    run = stability.train("listops", "topk:3", out=tmp_path / "run", task_options=options, **{**SMALL, "epochs": 1})
+    checkpoint = stability.open(tmp_path / "run")
+    table = probes.measure(checkpoint.model, checkpoint.batches(), selections=["full"])
+    assert checkpoint.sequences is not None
+    real = int((checkpoint.sequences != run.config.task.padding).sum())
+    rows = table[(table.metric == "dispersion") & (table.scope == "head")]
+    assert rows["count"].tolist() == [real] * len(rows)
+    assert 0 < real < checkpoint.sequences.numel()
+    for batch, labels in checkpoint.batches(labels=True):
+        assert torch.equal(checkpoint.model(**batch), checkpoint.model(batch["tokens"]))
+        assert len(labels) == len(batch["tokens"])
 
 
 @pytest.mark.parametrize(
