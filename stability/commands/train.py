@@ -189,9 +189,10 @@ def words(run: Run) -> list[str]:
     """
     last, config, reached = run.history.iloc[-1], run.config, run.epochs_to(0.95)
     first = "95 % training accuracy " + ("was not reached" if reached is None else f"at epoch {reached}")
-    return [
+    lines = [
         f"{config.task.name} with {config.model.attention} attention, seed {config.seed}: {run.outcome} after "
         f"{len(run.history)} epochs (counted from 1); {first}.",
         f"Training accuracy {last.train_accuracy:.1%}, held out {last.heldout_accuracy:.1%}; always giving the "
         f"commonest label would reach {run.record['majority_accuracy_heldout']:.1%}.",
     ]
+    return lines if run.folder is None else [*lines, f"Run folder: {run.folder}"]
