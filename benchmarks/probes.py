@@ -19,6 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+# Run as a script, this file would hide the package of the same name.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -161,7 +164,7 @@ def main() -> None:
     if given.memory:
         measure_memory(given.memory)
         return
-    page = report([512] if given.quick else [512, 4096], rounds=3)
+    page = report([512] if given.quick else [512, 4096], rounds=2)
     print(page)
     if not given.quick:
         RESULTS.parent.mkdir(exist_ok=True)

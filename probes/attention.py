@@ -46,8 +46,8 @@ class AttentionCall:
         sinks: (head,), logits that take part in the softmax and belong to no key.
         selection: the rule by which the layer itself keeps keys; None if it keeps all.
         queries: (batch, query), the queries that are not padding; None if all are real.
-        implementation: how it reached us: `fused` (torch's attention), `attend`, `softmax` (written out), or the name of a
-            library's implementation.
+        implementation: how it reached us: `fused` (torch's attention), `attend`, `softmax` (written out), or the name
+            of a library's implementation.
     """
 
     module_name: str

@@ -21,7 +21,7 @@ from probes.capture import library
 from probes.capture.audit import Audit, Dispatched, Findings, looks_like_attention, without_modes
 from probes.capture.fastpath import is_fused, unwrap, wrap
 from probes.capture.frames import Frame, Frames
-from probes.capture.mode import Watching
+from probes.capture.mode import Watching, unwatched
 from probes.capture.trace import Track
 from probes.errors import MissedAttention
 
@@ -164,7 +164,9 @@ class Capture:
             return function(*args, **kwargs)
         outer, self.suspended, self._inner = self.suspended, True, []
         try:
-            result = function(*args, **kwargs)
+            # Compiled kernels run as they do unwatched; inside the others, torch's attention tells what it was given.
+            with contextlib.nullcontext() if implementation in ("eager", "sdpa") else unwatched():
+                result = function(*args, **kwargs)
             inner = self._inner
         finally:
             self.suspended, self._inner = outer, None

@@ -179,6 +179,8 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         report: called with the kernel's name.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, announced: Callable[[], bool], report: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._announced = announced
@@ -188,7 +190,8 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
+        schema = getattr(func, "_schema", None)
+        name = "" if schema is None else schema.name.partition("::")[2]
         if name.startswith(HIDDEN_KERNELS) and "backward" not in name and not self._announced():
             first = args[0] if args else None
             if not name.endswith("softmax") or (isinstance(first, Tensor) and first.ndim >= 3):

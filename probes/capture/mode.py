@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from probes.attend import attend
-from probes.capture.audit import SOFTMAX_LIKE
+from probes.capture.audit import SOFTMAX_LIKE, without_modes
 from probes.capture.trace import SOFTMAXES, Tracer, Track
 from probes.selection import Full
 
@@ -145,6 +146,20 @@ class Watching(TorchFunctionMode):
         track.token = self._claims.pending(scored)
         track.heads = track.heads or self.heads
         return result
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Take every watching mode off for a while.
+
+    Yields:
+        Nothing.
+    """
+    with contextlib.ExitStack() as stack:
+        while (modes := _get_current_function_mode_stack()) and isinstance(modes[-1], Watching):  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(without_modes())
+        yield
 
 
 def _describe_fused(

@@ -19,7 +19,7 @@ from architectures import ARCHITECTURES
 from check_architecture import check
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
-HOW = {name: "library interface" for name in ("eager", "sdpa")} | {
+HOW = dict.fromkeys(("eager", "sdpa"), "library interface") | {
     "fused": "torch's attention",
     "softmax": "its own softmax",
 }
