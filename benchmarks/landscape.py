@@ -12,10 +12,12 @@ a shared machine are noisy; CPU seconds are steadier.
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 import loss_landscapes
@@ -71,7 +73,7 @@ def timed(action: Callable[[], object], points: int) -> tuple[float, float]:
 
 
 def product_rate(rows: int = BATCH * 40, width: int = 64, length: int = 40) -> float:
-    """Floating-point operations per second in the model's own matrix products, weighted as they occur in it."""
+    """Floating-point operations per CPU second in the model's own matrix products, weighted as they occur in it."""
     a, w = torch.randn(rows, width), torch.randn(width, width)
     q = torch.randn(rows // length, length, width)
 
@@ -83,7 +85,7 @@ def product_rate(rows: int = BATCH * 40, width: int = 64, length: int = 40) -> f
 
     operations = 6 * 2 * rows * width * width + 2 * 2 * rows * length * width
     once()
-    best = min(timed(lambda: [once() for _ in range(20)], 20)[0] for _ in range(5))
+    best = min(timed(lambda: [once() for _ in range(20)], 20)[1] for _ in range(5))
     return operations / best
 
 
@@ -124,16 +126,39 @@ def side_by_side(attention: str, batches: Batches, rounds: int, count: int) -> l
     lines = []
     for name, seconds in found.items():
         wall, cpu = (statistics.median(column) for column in zip(*seconds, strict=True))
-        share = operations / wall / rate
+        share = operations / cpu / rate
         lines.append(f"| {attention} | {name} | {wall:.2f} | {cpu:.2f} | {cpu / ours:.2f} | {share:.0%} |")
+    return lines
+
+
+def small_models() -> list[str]:
+    """Where vmap over points wins: milliseconds a point, 16 points at once, by the size of the forward pass."""
+    lines = []
+    for width, length, batch in ((8, 6, 8), (8, 6, 64), (16, 10, 64), (32, 20, 32), (64, 40, 8), (64, 40, 32)):
+        model = Encoder(EncoderConfig(tokens=3, classes=2, width=width, hidden=width)).eval()
+        bits = torch.randint(0, 2, (batch, length), generator=torch.Generator().manual_seed(0))
+        batches = [(bits, (bits[:, 0] != bits[:, -1]).long())]
+        evaluator = Evaluator(model, make_objective((F.cross_entropy, batches)), landscape.gaussian(model))
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(bits)
+        points = [(0.01 * n, 0.01) for n in range(16)]
+        cpu = {}
+        for method in ("in place", "vmap"):
+            evaluator.values(points, method)
+            cpu[method] = min(timed(partial(evaluator.values, points, method), 16)[1] for _ in range(5)) * 1000
+        size = counter.get_total_flops() / 1e6
+        lines.append(
+            f"| {size:.2f} | {cpu['in place']:.2f} | {cpu['vmap']:.2f} | {cpu['in place'] / cpu['vmap']:.2f} |"
+        )
     return lines
 
 
 def efficiency(batches: Batches, count: int) -> str:
     """Two processes against one, one thread each, both warm."""
     model = Encoder(EncoderConfig(tokens=3, classes=2)).eval()
-    walls = []
+    walls, cpus = [], []
     for workers in (1, 2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             for steps in (3, count):  # the first trace warms up
                 start = time.perf_counter()
@@ -141,8 +166,13 @@ def efficiency(batches: Batches, count: int) -> str:
                 landscape.line(model, (F.cross_entropy, batches), steps=steps, **options)
                 wall = time.perf_counter() - start
         walls.append(wall)
-    gain = walls[0] / walls[1]
-    return f"1 worker {walls[0]:.1f} s, 2 workers {walls[1]:.1f} s for {count} points: efficiency {gain / 2:.2f}"
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)  # counts the pool's processes once they have ended
+        cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    gain = walls[0] / walls[1] / 2
+    return (
+        f"1 worker {walls[0]:.1f} s, 2 workers {walls[1]:.1f} s for {count} points: efficiency {gain:.2f}; "
+        f"CPU seconds with start and warming up {cpus[0]:.1f} and {cpus[1]:.1f}"
+    )
 
 
 def on_gpu(batches: Batches) -> list[str]:
@@ -171,11 +201,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     np.random.seed(0)  # noqa: NPY002 - loss-landscapes draws from the global generator
     batches = even_pairs(options.sequences)
-    print(f"threads: {torch.get_num_threads()}; matrix products: {product_rate() / 1e9:.0f} GFLOP/s")
+    print(f"threads: {torch.get_num_threads()}; matrix products: {product_rate() / 1e9:.0f} GFLOP per CPU second")
     print("| attention | method | wall s a point | CPU s a point | CPU, against ours | share of the product rate |")
     print("| --- | --- | --- | --- | --- | --- |")
     for attention in ("full", "topk:5"):
         print("\n".join(side_by_side(attention, batches, options.rounds, options.points)))
+    print("| million operations a forward pass | in place, CPU ms | vmap, CPU ms | ratio |\n| --- | --- | --- | --- |")
+    print("\n".join(small_models()))
     print(efficiency(batches, 4 * options.points + 1))
     if torch.cuda.is_available():
         print("\n".join(on_gpu(batches)))

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from stability.errors import UserError
@@ -264,7 +265,9 @@ class Evaluator:
         def at_one_point(weights: dict[str, Tensor]) -> Float[Tensor, " function"]:
             return self._functions(functional_call(self.model, weights, arguments, keywords), target)
 
-        result: Tensor = vmap(at_one_point)(parameters)
+        # The fused attention kernels know no batches of batches: vmap would call them point by point, with a warning.
+        with sdpa_kernel(SDPBackend.MATH):
+            result: Tensor = vmap(at_one_point)(parameters)
         return result
 
     # Multiplications and additions of one forward pass over the first batch, as far as torch counts them.
