@@ -96,7 +96,8 @@ class Checkpoint:
             raise UserError(f"Expected {which} in the checkpoint {self.path}, but it holds none; give a text instead.")
         if labels and targets is None:
             raise UserError(f"Expected labels in the checkpoint {self.path}, but it holds none.")
-        return self._of_data(inputs[:limit], targets if labels else None, batch_size)
+        chosen = targets[:limit] if labels and targets is not None else None
+        return self._of_data(inputs[:limit], chosen, batch_size)
 
     def _of_data(self, inputs: Tensor, targets: Tensor | None, size: int) -> Iterator[Any]:
         config = getattr(self.model, "config", None)

@@ -113,8 +113,7 @@ def run_landscape(
         raise UserError(
             f"Expected a checkpoint with labelled data, but {checkpoint} has no labels to compute a loss with."
         )
-    pairs = opened.batches(limit, batch_size, held_out=held_out, labels=True)
-    batches = [(inputs, targets[: len(inputs)]) for inputs, targets in pairs]
+    batches = list(opened.batches(limit, batch_size, held_out=held_out, labels=True))
     if paper_compat:
         orthogonal, directions = False, "tensor"
     chosen = _directions(
