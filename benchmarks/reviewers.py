@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import stability
+from probes.effect import effect
 from probes.what_if import what_if
 
 PERCENTILE = 95
@@ -120,6 +121,16 @@ def _numbers(pooled: pd.Series[Any], heads: pd.DataFrame) -> Iterator[str]:
         yield ", ".join(f"{(heads[f'verdict_{name}'] == 'holds').mean():.0%}" for name in ("parameter", "input"))
 
 
+def effects(model: nn.Module, pairs: Sequence[tuple[Any, torch.Tensor]], systems: dict[str, str]) -> str:
+    """What each rule does to the model itself, as a Markdown table."""
+    found = effect(model, [inputs for inputs, _ in pairs], ["full", *systems.values()], labels=[y for _, y in pairs])
+    lines = ["| in place | loss (nats) | accuracy | change of the outputs |", "| --- | --- | --- | --- |"]
+    for row in found.to_dict("records"):
+        name = row["selection"] if row["selection"] == "as it is" else f"`{row['selection']}`"
+        lines.append(f"| {name} | {row['loss']:.4f} | {row['accuracy']:.1%} | {row['output_change']:.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, and write the tables into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -143,11 +154,14 @@ def main() -> None:
     for run in options.runs:
         checkpoint = stability.open(run)
         config = checkpoint.config
-        batches = list(checkpoint.batches(limit=200, held_out=True))
+        pairs = list(checkpoint.batches(held_out=True, labels=True))[:6]
+        batches = [inputs for inputs, _ in pairs]
         name, own, length = config.task.name, config.model.attention, batches[0].shape[1]
         parts += [
             f"### {name}, trained with `{own}` attention (5 layers, 1 head; {length} tokens)",
             table(checkpoint.model, batches, SHORT),
+            "The same model run with each rule in place, on the same held-out sequences:",
+            effects(checkpoint.model, pairs, SHORT),
         ]
     page = options.docs.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
