@@ -1,10 +1,10 @@
 """What probing costs: time beside the model's plain forward pass, and memory beside plain attention.
 
-    python benchmarks/probes.py            # about five minutes on two cores; writes benchmarks/results/probes.md
+    python benchmarks/probes.py            # a few minutes; writes benchmarks/results/probes.md
     python benchmarks/probes.py --quick    # a smaller version, printed only
 
 The statistics are those of full attention and top-5 together, every metric of the table. Ratios are taken side by side
-in one process, the best of several rounds each.
+in one process, in CPU seconds of one thread, the best of the rounds.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def gpt2(length: int) -> nn.Module:
 
 
 def best(action: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest round."""
+    """CPU seconds of the fastest round: other work on the machine disturbs them less than the clock's."""
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         action()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 
@@ -89,7 +89,8 @@ def ratios(build: Callable[[int], nn.Module], length: int, rounds: int, fast: bo
             with probes.watch(model, SELECTIONS):
                 model(ids)
 
-        watched()
+        if fast:
+            watched()  # compiles
         plain = best(lambda: model(ids), rounds)
         both = best(watched, rounds)
         product = best(floor(calls), rounds)
@@ -121,13 +122,13 @@ def measure_memory(what: str) -> None:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
-def report(lengths: list[int], rounds: int) -> str:
+def report(lengths: list[int]) -> str:
     """Everything, as a page."""
     lines = [
         "# What probing costs",
         "",
         "Written by `python benchmarks/probes.py`: statistics of full attention and top-5 together, all metrics,",
-        "against the model's plain forward pass (transformers, sdpa, float32, two layers of its shape, batch 1).",
+        "against the model's plain forward pass (transformers, sdpa, float32, two layers of its shape, batch 1), in CPU seconds.",
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}.",
         "",
         "| model | length | forward (s) | one more q k^T / forward | probe / forward, torch | probe / forward, numba |",
@@ -135,6 +136,7 @@ def report(lengths: list[int], rounds: int) -> str:
     ]
     for name, build in (("BERT-base", bert), ("GPT-2", gpt2)):
         for length in lengths:
+            rounds = 3 if length < 1000 else 1
             slow = ratios(build, length, rounds, fast=False)
             quick = ratios(build, length, rounds, fast=True) if leading.ACCELERATED else None
             last = "not installed" if quick is None else f"{quick['ratio']:.2f}"
@@ -164,7 +166,8 @@ def main() -> None:
     if given.memory:
         measure_memory(given.memory)
         return
-    page = report([512] if given.quick else [512, 4096], rounds=2)
+    torch.set_num_threads(1)
+    page = report([512] if given.quick else [512, 4096])
     print(page)
     if not given.quick:
         RESULTS.parent.mkdir(exist_ok=True)

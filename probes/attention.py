@@ -7,7 +7,7 @@ dtype (a product of bfloat16 tensors in bfloat16 ties many of them). Allowed key
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +20,7 @@ from probes.selection import Selection
 MASK_LIMIT = -9000.0
 """An additive mask at or below this forbids a key: sentinels run from -1e4 to -inf, and no position bias comes near."""
 
-Rows = slice | Tensor | None
-EVERYTHING = slice(None)
+Rows = slice | range | int | Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +102,12 @@ class AttentionCall:
         """The scores that enter the softmax, in nats; values at keys that are not allowed mean nothing.
 
         Args:
-            rows: which queries, as a slice or a tensor of positions; all where omitted.
+            rows: which queries: a slice, a range, one position or several; all where omitted.
 
         Returns:
             float32, or float64 for a model in float64.
         """
-        index = EVERYTHING if rows is None else rows
+        index = _index(rows)
         if self.scores is not None:
             return _upcast(self.scores[:, :, index])
         assert self.query is not None
@@ -131,12 +130,12 @@ class AttentionCall:
         """The keys that each query may attend to.
 
         Args:
-            rows: which queries, as a slice or a tensor of positions; all where omitted.
+            rows: which queries: a slice, a range, one position or several; all where omitted.
 
         Returns:
             True where the key is allowed; expanded, not copied, where batch elements or heads agree.
         """
-        index = EVERYTHING if rows is None else rows
+        index = _index(rows)
         batch, heads, queries, keys = self.shape
         positions = torch.arange(queries, device=self.device)[index]
         shape = (batch, heads, len(positions), keys)
@@ -240,6 +239,14 @@ class AttentionCall:
             queries=None if self.queries is None else self.queries[batch],
             offsets=(self.offsets[0] + batch.indices(size)[0], self.offsets[1] + first),
         )
+
+
+def _index(rows: Rows) -> slice | Tensor:
+    if rows is None:
+        return slice(None)
+    if isinstance(rows, int):
+        return torch.tensor([rows])
+    return rows if isinstance(rows, slice | Tensor) else torch.tensor(list(rows), dtype=torch.long)
 
 
 def _upcast(tensor: Tensor) -> Tensor:

@@ -124,7 +124,9 @@ def test_hand_written_attention_is_read_exactly(style):
     if style is Causal:
         expected = expected & torch.ones(LENGTH, LENGTH).tril().bool()
     assert torch.equal(call.allowed(), expected)
-    assert torch.equal(call.logits(slice(2, 5)), call.logits()[:, :, 2:5])
+    for rows in (slice(2, 5), range(2, 5), [2, 3, 4], torch.tensor([2, 3, 4])):
+        assert torch.equal(call.logits(rows), call.logits()[:, :, 2:5])
+    assert torch.equal(call.logits(-1), call.logits()[:, :, -1:])
     assert torch.equal(call.allowed(slice(2, 5)), call.allowed()[:, :, 2:5])
 
 
