@@ -237,7 +237,8 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
 
 def _converted(value: Any, kind: Any, what: str) -> Any:
-    if not isinstance(value, str) or kind is str or str in typing.get_args(kind):
+    textual = kind is str or str in typing.get_args(kind) or typing.get_origin(kind) is Literal
+    if not isinstance(value, str) or textual:
         return value
     if kind is bool:
         if value.lower() in ("true", "false"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
+import stability
 from stability import tasks
 from stability.errors import UserError
 from stability.tasks.listops import WORDS, read_tsv, write_tsv
@@ -138,6 +139,10 @@ def test_language(tmp_path: Path) -> None:
     learned = task.learn(lines[:180])  # type: ignore[attr-defined]
     assert learned.decode(flat[: len(learned.encode(lines[0]))].tolist()) == lines[0]
     assert flat[real].max() < task.vocabulary - 1
+    run = stability.train(task, "topk:3", out=tmp_path / "run", epochs=1, blocks=1, batch_size=16)
+    opened = stability.open(tmp_path / "run")
+    assert opened.config == run.config
+    assert run.model.config.causal
     (tmp_path / "bad.txt").write_bytes(b"a\nb\xff\n")
     with pytest.raises(UserError, match="byte 3"):
         tasks.make("language", {"file": str(tmp_path / "bad.txt")}).data(0)
