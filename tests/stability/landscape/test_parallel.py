@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_models import Encoder, pairs
+from toy_models import Encoder, Suicidal, pairs
 
 from stability import landscape
 from stability.errors import UserError
@@ -27,24 +25,6 @@ def serial() -> Surface:
 
 def same(first: Surface, second: Surface) -> bool:
     return first.frame.drop(columns="seconds").equals(second.frame.drop(columns="seconds"))
-
-
-class Suicidal:
-    """A loss whose first worker kills itself with SIGKILL, once, at its twelfth call."""
-
-    def __init__(self, flag: Path) -> None:
-        self.flag, self.home, self.calls = flag, os.getpid(), 0
-
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if os.getpid() != self.home and self.calls == 12:
-            try:
-                self.flag.touch(exist_ok=False)
-            except FileExistsError:
-                pass
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return F.cross_entropy(output, target)
 
 
 def test_thread_pool() -> None:

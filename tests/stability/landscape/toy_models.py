@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,3 +68,21 @@ def pairs(samples: int = 20, length: int = 6, batch: int = 8, seed: int = 1) -> 
     tokens = torch.randint(0, 2, (samples, length), generator=generator)
     labels = (tokens[:, 0] != tokens[:, -1]).long()
     return list(zip(tokens.split(batch), labels.split(batch), strict=True))
+
+
+class Suicidal:
+    """A loss whose first worker kills itself with SIGKILL, once, at its twelfth call."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag, self.home, self.calls = flag, os.getpid(), 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if os.getpid() != self.home and self.calls == 12:
+            try:
+                self.flag.touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return F.cross_entropy(output, target)
