@@ -16,6 +16,30 @@ FEW_ROWS = 64
 """Rows below which a second thread costs more than it saves."""
 
 
+CHUNK = 64
+"""Keys whose extremes are taken together; only where the largest counts are they looked at one by one."""
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+def _extremes(row: NDArray[Any]) -> tuple[Any, Any]:
+    low = high = row[0]
+    for z in row:
+        low = min(low, z)
+        high = max(high, z)
+    return low, high
+
+
+@numba.njit(cache=True, nogil=True)
+def _insert(best: NDArray[Any], where: NDArray[np.int64], z: Any, key: int) -> None:
+    place = len(best) - 1
+    while place > 0 and best[place - 1] < z:
+        best[place] = best[place - 1]
+        where[place] = where[place - 1]
+        place -= 1
+    best[place] = z
+    where[place] = key
+
+
 @numba.njit(cache=True, nogil=True)
 def _scan(
     logits: NDArray[Any],
@@ -32,30 +56,26 @@ def _scan(
             for q in range(rows):
                 best, where = values[b, h, q], indices[b, h, q]
                 best[:] = -np.inf
+                where[:] = np.arange(number)
                 smallest = np.inf
-                broken = False
-                worst = -np.inf
-                filled = 0
-                for j in range(keys):
-                    if masked and not allowed[b, h, q, j]:
+                for first in range(0, keys, CHUNK):
+                    last = min(first + CHUNK, keys)
+                    row = logits[b, h, q, first:last]
+                    some = allowed[b, h, q, first:last] if masked else allowed[0, 0, 0, :0]
+                    if masked and not some.all():
+                        for j in range(last - first):
+                            if some[j]:
+                                smallest = min(smallest, row[j])
+                                if row[j] > best[number - 1]:
+                                    _insert(best, where, row[j], first + j)
                         continue
-                    z = logits[b, h, q, j]
-                    if z != z:
-                        broken = True
-                    smallest = min(smallest, z)
-                    if filled < number or z > worst:
-                        place = min(filled, number - 1)
-                        while place > 0 and best[place - 1] < z:
-                            best[place] = best[place - 1]
-                            where[place] = where[place - 1]
-                            place -= 1
-                        best[place] = z
-                        where[place] = j
-                        filled = min(filled + 1, number)
-                        worst = best[number - 1]
-                low[b, h, q] = np.nan if broken else smallest
-                for place in range(filled, number):
-                    where[place] = place % keys
+                    lowest, highest = _extremes(row)
+                    smallest = min(smallest, lowest)
+                    if highest > best[number - 1]:
+                        for j in range(last - first):
+                            if row[j] > best[number - 1]:
+                                _insert(best, where, row[j], first + j)
+                low[b, h, q] = smallest
 
 
 @cache

@@ -33,7 +33,7 @@ def extremes_and_leading(
 
     Returns:
         Smallest (inf where no key is allowed), largest in falling order (-inf past the allowed keys), keys of the
-        largest; which of equal logits come first is not defined. NaN logits make the smallest or the first largest NaN.
+        largest; which of equal logits come first is not defined, nor what a NaN does.
     """
     if ACCELERATED and logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
         from probes import fast

@@ -247,6 +247,8 @@ class Shared:
         below.clamp_(min=NEGLIGIBLE)  # (batch, head, query, key)
         powers = below.exp()
         total = powers.sum(-1)
+        if not bool((torch.isfinite(total) | ~some).all()):
+            return None  # a NaN, which the search for extremes may have passed over
         distance = -torch.linalg.vecdot(powers, below)
         behind = None
         if sinks is not None:

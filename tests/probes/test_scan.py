@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import probes
+from probes import leading
 from probes import scan as scanning
 from probes.attention import AttentionCall
 from probes.scan import scan
@@ -154,3 +155,24 @@ def test_an_empty_batch_and_wrong_shapes():
         dispersion(torch.zeros(2, 3), torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="shape"):
         separation(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.ones(3, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_numba_and_torch_give_equal_numbers(causal):
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(2)
+    query, key = (torch.randn(2, 2, 130, 8, generator=generator) for _ in range(2))
+    key[:, :, 70] = key[:, :, 3]  # ties
+    mask = torch.ones(2, 1, 1, 130, dtype=torch.bool)
+    mask[0, ..., 100:] = False
+    call = AttentionCall("m", 0, "self", query=query, key=key, scale=1.5, causal=causal, mask=mask)
+    results = []
+    for accelerated in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(leading, "ACCELERATED", accelerated)
+            results.append(scan(call, [probes.Full(), probes.TopK(5)], torch.ones(2, 130, dtype=torch.bool)))
+    for quick, slow in zip(results[0].outcomes, results[1].outcomes, strict=True):
+        for name in PER_QUERY:
+            assert torch.equal(quick.queried[name].nan_to_num(-1.0), slow.queried[name].nan_to_num(-1.0)), name
+        assert torch.equal(quick.counts, slow.counts)
+        torch.testing.assert_close(quick.mass, slow.mass, rtol=1e-12, atol=1e-12)
