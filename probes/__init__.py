@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from probes import plots, selection, statistics, weights
+from probes import plots, selection, selection_plots, statistics, weights
+from probes.apply import apply
 from probes.attend import attend
 from probes.attention import AttentionCall
 from probes.capture import capture
+from probes.effect import effect
 from probes.errors import MissedAttention, ProbeError
 from probes.measure import Watch, measure, watch
 from probes.monitor import Monitor
 from probes.selection import Full, Selection, TopK, parse
+from probes.what_if import what_if
 
 __all__ = [  # and every selection that `probes.selection` has, such as `probes.Banded`
     "AttentionCall",
@@ -22,15 +25,19 @@ __all__ = [  # and every selection that `probes.selection` has, such as `probes.
     "Selection",
     "TopK",
     "Watch",
+    "apply",
     "attend",
     "capture",
+    "effect",
     "measure",
     "parse",
     "plots",
     "selection",
+    "selection_plots",
     "statistics",
     "watch",
     "weights",
+    "what_if",
 ]
 
 

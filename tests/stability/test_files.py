@@ -17,9 +17,14 @@ def contents(folder: Path) -> list[str]:
 def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:
     target = tmp_path / "table.txt"
     target.write_text("old")
-    with pytest.raises(RuntimeError, match="half way"), files.atomic_write(target) as temporary:
-        temporary.write_text("ne")
-        raise RuntimeError("half way")
+
+    def stop_half_way() -> None:
+        with files.atomic_write(target) as temporary:
+            temporary.write_text("ne")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        stop_half_way()
     assert target.read_text() == "old"
     assert contents(tmp_path) == ["table.txt"]
 
@@ -36,9 +41,14 @@ def test_a_written_file_has_ordinary_permissions(tmp_path: Path) -> None:
 
 def test_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt), files.atomic_folder(target) as temporary:
-        (temporary / "half.txt").write_text("half")
-        raise KeyboardInterrupt
+
+    def stop_half_way() -> None:
+        with files.atomic_folder(target) as temporary:
+            (temporary / "half.txt").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_half_way()
     assert contents(tmp_path) == []
     with files.atomic_folder(target) as temporary:
         (temporary / "whole.txt").write_text("whole")
