@@ -49,12 +49,14 @@ def _root(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="Seed of data, initialisation and training.")] = 1,
+    epochs: Annotated[int, typer.Option(help="Epochs after which training stops.")] = 30,
+    steps: Annotated[int, typer.Option(help="Points along each side of the loss slices.")] = 21,
     force: Force = False,
 ) -> None:
     """Train a pair, measure it and a language model, check the inequalities, draw the landscapes, write a report."""
     from stability.demo import run_demo
 
-    run_demo(out, seed=seed, force=force)
+    run_demo(out, seed=seed, epochs=epochs, steps=steps, force=force)
 
 
 @app.command()

@@ -92,7 +92,8 @@ def _prepare(out: Path, settings: dict[str, int], *, force: bool) -> None:
         raise UserError(
             f"Expected {out} to be an earlier demo or empty, but it holds other files; choose another folder."
         )
-    for name in ("report.html", *PAIR, LANGUAGE_MODEL, "verdicts.parquet", "figures", "summary.txt"):
+    unfinished_runs = (f".{name}.part" for name in PAIR)
+    for name in ("report.html", *PAIR, *unfinished_runs, LANGUAGE_MODEL, "verdicts.parquet", "figures", "summary.txt"):
         path = out / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -108,9 +109,9 @@ def _prepare(out: Path, settings: dict[str, int], *, force: bool) -> None:
 def _work_on_two_cores(out: Path, *, seed: int, epochs: int, steps: int) -> None:
     # One process and one thread for each model: at this size two threads hardly help a single training.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context, initializer=_start, initargs=(context.RLock(),)) as pool:
+    with ProcessPoolExecutor(2, mp_context=context, initializer=_use_one_thread) as pool:
         jobs = [
-            pool.submit(_train, out / "full", seed, epochs, 0),
+            pool.submit(_train, out / "full", seed, epochs),
             pool.submit(_train_and_look, out / "top-5", seed, epochs, steps),
             pool.submit(_measure_language_model, out / LANGUAGE_MODEL, False),
         ]
@@ -118,24 +119,31 @@ def _work_on_two_cores(out: Path, *, seed: int, epochs: int, steps: int) -> None
             job.result()
 
 
-def _start(lock: Any) -> None:
+def _use_one_thread() -> None:
     import torch
-    from tqdm import tqdm
 
-    tqdm.set_lock(lock)
     torch.set_num_threads(1)
 
 
-def _train(folder: Path, seed: int, epochs: int, position: int) -> None:
+def _train(folder: Path, seed: int, epochs: int, progress: bool | None = None) -> None:
     import stability
 
     if not (folder / "config.toml").exists():
         attention = PAIR[folder.name]
-        stability.train(TASK, attention=attention, seed=seed, out=folder, epochs=epochs, stop_at=STOP_AT, resume=True)
+        stability.train(
+            TASK,
+            attention,
+            seed=seed,
+            out=folder,
+            epochs=epochs,
+            stop_at=STOP_AT,
+            resume=True,
+            progress=progress,
+        )
 
 
 def _train_and_look(folder: Path, seed: int, epochs: int, steps: int) -> None:
-    _train(folder, seed, epochs, 1)
+    _train(folder, seed, epochs, progress=False)
     _measure_run(folder, progress=False)
     _landscape(folder, steps, seed, progress=False)
 

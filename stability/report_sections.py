@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def measurements(found: Gathered) -> Section:
         found: the gathered tables.
 
     Returns:
-        One figure a model and selection, the pooled numbers, and the numbers per head behind a click.
+        One figure a model, the pooled numbers, and the numbers per head behind a click.
     """
     from probes import plots
 
@@ -137,21 +138,18 @@ def measurements(found: Gathered) -> Section:
     )
     headings = {name: name for name in ("count", "undefined", "mean", "p25", "p50", "p75", "p90", "p95", "max")}
     for name, frame in found.tables["measurements"].items():
-        for selection in frame.selection.unique():
-            part = frame[(frame.selection == selection) & (frame.metric == "dispersion") & (frame.scope == "head")]
-            if part.empty:
-                continue
+        heads = frame[(frame.metric == "dispersion") & (frame.scope == "head")]
+        if not heads.empty:
             figure = Figure(figsize=(9, 3.8), layout="constrained")
-            plots.dispersion(part, ax=figure.subplots())
-            stem = f"dispersion-{name}-{selection}".replace(":", "-").replace(" ", "-")
-            section.figures.append((stem, f"{name}, {selection}: dispersion by layer and head.", figure))
+            plots.dispersion(heads, ax=figure.subplots()).set_title(name)
+            section.figures.append((f"dispersion-{name}", f"{name}: dispersion by layer and head.", figure))
         chosen = frame[frame.metric.isin(METRICS)]
         pooled = chosen[chosen.scope == "model"]
         words = f"{name}: all layers and heads together; dispersion and separation in nats."
         section.tables.append(table(pooled, words, {"selection": "selection", "metric": "metric", **headings}))
-        heads = chosen[chosen.scope == "head"]
+        each = chosen[chosen.scope == "head"]
         where = {"layer": "layer", "head": "head", "selection": "selection", "metric": "metric"}
-        section.tables.append(table(heads, f"{name}: every head.", {**where, **headings}, folded=True))
+        section.tables.append(table(each, f"{name}: every head.", {**where, **headings}, folded=True))
     return section
 
 
@@ -200,7 +198,8 @@ def landscapes(found: Gathered) -> Section:
     section = Section("Loss slices", "The trained model is at the centre of its plane; both directions are random.")
     for name, surface in found.surfaces.items():
         figure = Figure(figsize=(5.6, 4.6), layout="constrained")
-        figures.contour(surface, ax=figure.subplots())
+        named = dataclasses.replace(surface, metadata={**surface.metadata, "name": name})
+        figures.contour(named, ax=figure.subplots())
         section.figures.append((f"loss-slice-{name}", f"{name}: loss on a plane around the trained model.", figure))
     return section
 
@@ -219,8 +218,17 @@ def lipschitz(found: Gathered) -> Section:
     frames = found.tables["lipschitz"]
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     figures.lipschitz_curves(frames, ax=figure.subplots())
-    caption = "Steepness of the training loss within a distance of each trained model."
-    return Section("Lipschitz estimates", figures=[("lipschitz", caption, figure)])
+    caption = "Steepness of the training loss between neighbours of the slice within a distance of each trained model."
+    section = Section("Lipschitz estimates", figures=[("lipschitz", caption, figure)])
+    columns = {
+        "function": "function", "radius": "distance at most", "count": "pairs", "undefined": "not finite",
+        "p50": "p50", "p75": "p75", "p95": "p95", "p99": "p99", "max": "max",
+    }  # fmt: skip
+    for name, frame in frames.items():
+        per_distance = frame[frame.unit == "parameter"]
+        words = f"{name}: change per unit of parameter distance; lower bounds from samples."
+        section.tables.append(table(per_distance, words, columns, folded=True))
+    return section
 
 
 Maker = Callable[[Gathered], Section]
