@@ -126,7 +126,7 @@ class Watch:
         scale = 1.0 if rows is None else real.sum() / sampled.sum().clamp(min=1)
         place = Place(call.module_name, call.layer)
         for selection, outcome in zip(self.selections, result.outcomes, strict=True):
-            for metric, values in _columns(outcome, result.seen, sampled, scale).items():
+            for metric, values in _columns(outcome, selection.per_query, result.seen, sampled, scale).items():
                 self.store.add(place, selection.name, metric, values)
             if self._raw is not None:
                 self._raw.add(self.batch, call, selection, outcome, sampled, rows)
@@ -139,11 +139,14 @@ class Watch:
         return torch.randperm(count, generator=generator)[: max(1, round(self._share * count))].sort().values
 
 
-def _columns(outcome: Outcome, seen: Tensor, real: Tensor, scale: float | Tensor) -> dict[str, list[Any]]:
+def _columns(
+    outcome: Outcome, size: int | None, seen: Tensor, real: Tensor, scale: float | Tensor
+) -> dict[str, list[Any]]:
     # One array of values a head for each metric, without padding.
     columns = {name: list(value.transpose(0, 1)[:, real].cpu().numpy()) for name, value in outcome.queried.items()}
     kept = outcome.queried["kept"].double().nan_to_num(0.0) * real[:, None]
-    per_query = kept.sum(-1) / (kept > 0).sum(-1)  # (batch, head), mean number of keys kept
+    # k where the rule fixes it (all keys, where no query has so many), else the mean number kept: (batch, head)
+    per_query = kept.sum(-1) / (kept > 0).sum(-1) if size is None else kept.amax(-1).clamp(max=size)
     per_key = {
         "sink_ratio": outcome.counts * scale / per_query[..., None],
         "queries_per_key": outcome.counts * scale,

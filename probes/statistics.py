@@ -79,18 +79,20 @@ def separation(
     return torch.where(kept.any(-1) & left.any(-1), low - rest, torch.nan)
 
 
-def sink_ratio(
-    kept: Bool[Tensor, "*rows query key"],
-) -> Float[Tensor, "*rows key"]:
-    """How many queries keep each key, over the mean number of keys that a query keeps (k, for top-k on long rows) [1].
+def sink_ratio(kept: Bool[Tensor, "*rows query key"], k: int | None = None) -> Float[Tensor, "*rows key"]:
+    """How many queries keep each key, over the number of keys that a query keeps [1].
 
     Args:
         kept: the keys that each query keeps; a query that keeps none does not count.
+        k: that number, where the rule fixes it (the largest number kept, where that is smaller); where omitted, the
+            mean number kept.
 
     Returns:
         One value a key; NaN where no query keeps any.
     """
     counts = kept.sum(-2).double()
+    if k is not None:
+        return counts / kept.sum(-1).amax(-1, keepdim=True).clamp(max=k)
     rows = kept.any(-1).sum(-1).double()
     return counts * (rows / counts.sum(-1)).unsqueeze(-1)
 

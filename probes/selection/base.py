@@ -50,6 +50,11 @@ class Selection(ABC):
     summary: ClassVar[str]
 
     @property
+    def per_query(self) -> int | None:
+        """How many keys a query keeps where enough are allowed; None if that varies from query to query."""
+        return None
+
+    @property
     def name(self) -> str:
         """The short name that `parse` reads back, such as `topk:5`; trailing defaults are left out."""
         fields = [field for field in dataclasses.fields(self) if field.init]  # type: ignore[arg-type]

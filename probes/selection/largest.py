@@ -71,6 +71,11 @@ class TopK(Selection):
     k: int
     ties: Literal["exact", "threshold"] = "exact"
 
+    @property
+    def per_query(self) -> int | None:
+        """`k`; None with ties kept."""
+        return self.k if self.ties == "exact" else None
+
     def __post_init__(self) -> None:
         positive(self.k, "k")
         if self.ties not in ("exact", "threshold"):
@@ -90,6 +95,11 @@ class Hardmax(Selection):
 
     kind: ClassVar[Kind] = "heavy-hitter"
     summary: ClassVar[str] = "hardmax: the largest logit alone; ties keep the lowest index"
+
+    @property
+    def per_query(self) -> int | None:
+        """One."""
+        return 1
 
     def _choose(self, logits: Tensor, allowed: Tensor, rows: Tensor, call: AttentionCall | None) -> Tensor:
         return largest(logits, allowed, 1)
@@ -245,6 +255,11 @@ class BottomK(Selection):
 
     k: int
 
+    @property
+    def per_query(self) -> int | None:
+        """`k`."""
+        return self.k
+
     def __post_init__(self) -> None:
         positive(self.k, "k")
 
@@ -277,6 +292,11 @@ class RandomK(Selection):
     k: int
     seed: int = 0
     draw: Literal["distinct", "replacement"] = "distinct"
+
+    @property
+    def per_query(self) -> int | None:
+        """`k`; None with replacement."""
+        return self.k if self.draw == "distinct" else None
 
     def __post_init__(self) -> None:
         positive(self.k, "k")

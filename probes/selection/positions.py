@@ -162,6 +162,11 @@ class Banded(Selection):
 
     k: int
 
+    @property
+    def per_query(self) -> int | None:
+        """`k`."""
+        return self.k
+
     def __post_init__(self) -> None:
         positive(self.k, "k")
 
@@ -190,6 +195,11 @@ class Block(Selection):
     summary: ClassVar[str] = "block:SIZE: the query's own block of SIZE keys"
 
     size: int
+
+    @property
+    def per_query(self) -> int | None:
+        """`size`."""
+        return self.size
 
     def __post_init__(self) -> None:
         positive(self.size, "size")

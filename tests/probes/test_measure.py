@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pandas as pd
@@ -269,3 +271,36 @@ def test_plots_can_be_drawn():
         assert draw(table, axes) is axes
     with pytest.raises(ValueError, match="metric"):
         probes.plots.statistic(table, "nonsense")
+
+
+class Causal(torch.nn.Module):
+    """One head that attends to earlier tokens, so that the first queries have fewer keys than any k."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend."""
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize(("selection", "size"), [("topk:3", 3), ("banded:3", 3), ("full", None), ("topk:9", 6)])
+def test_sink_ratio_is_queries_per_key_over_k_also_where_rows_are_short(selection, size):
+    x = torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = probes.measure(Causal(), [x], selections=[selection], on_missing="warn")
+    logits = (x @ x.mT)[0, 0] / 2
+    counts, kept_in_all = [0] * 6, 0
+    for query in range(6):
+        order = sorted(range(query + 1), key=lambda key: -float(logits[query, key]))
+        if selection.startswith("topk"):
+            kept = order[: int(selection[5:])]
+        elif selection == "banded:3":
+            kept = list(range(max(0, query - 2), query + 1))
+        else:
+            kept = order
+        kept_in_all += len(kept)
+        for key in kept:
+            counts[key] += 1
+    divisor = size or kept_in_all / 6
+    row = table[(table.metric == "sink_ratio") & (table.scope == "head")].iloc[0]
+    assert row["max"] == pytest.approx(max(counts) / divisor)
+    assert row["mean"] == pytest.approx(sum(counts) / 6 / divisor)
