@@ -35,6 +35,8 @@ $(VENV)/.ready-%: requirements/%.txt pyproject.toml
 	@echo "== Setting up $(VENV) from requirements/$*.txt (exact versions)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt
+	@if [ -f requirements/$*-no-deps.txt ]; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$*-no-deps.txt; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -1,7 +1,7 @@
 """What probing costs: time beside the model's plain forward pass, and memory beside plain attention.
 
-    python benchmarks/probes.py            # a few minutes; writes benchmarks/results/probes.md
-    python benchmarks/probes.py --quick    # a smaller version, printed only
+    python -m benchmarks.measuring            # a few minutes; writes benchmarks/results/measuring.md
+    python -m benchmarks.measuring --quick    # a smaller version, printed only
 
 The statistics are those of full attention and top-5 together, every metric of the table. Ratios are taken side by side
 in one process, in CPU seconds of one thread, the best of the rounds.
@@ -31,7 +31,7 @@ from probes import leading
 from probes.attention import AttentionCall
 from probes.scan import scan
 
-RESULTS = Path(__file__).parent / "results" / "probes.md"
+RESULTS = Path(__file__).parent / "results" / "measuring.md"
 SELECTIONS = [probes.Full(), probes.TopK(5)]
 
 
@@ -127,8 +127,9 @@ def report(lengths: list[int]) -> str:
     lines = [
         "# What probing costs",
         "",
-        "Written by `python benchmarks/probes.py`: statistics of full attention and top-5 together, all metrics,",
-        "against the model's plain forward pass (transformers, sdpa, float32, two layers of its shape, batch 1), in CPU seconds.",
+        "Written by `python -m benchmarks.measuring`: statistics of full attention and top-5 together, all metrics,",
+        "against the model's plain forward pass (transformers, sdpa, float32, two layers of its shape, batch 1), in",
+        "CPU seconds.",
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}.",
         "",
         "| model | length | forward (s) | one more q k^T / forward | probe / forward, torch | probe / forward, numba |",
