@@ -151,7 +151,7 @@ def product_norm(left: Float[Tensor, "a inner"], right: Float[Tensor, "inner b"]
     """
     left, right = left.double(), right.double()
     first, second = torch.linalg.qr(left, mode="r").R, torch.linalg.qr(right.T, mode="r").R
-    return float(torch.linalg.matrix_norm(first @ second.T, 2))
+    return float(torch.linalg.matrix_norm(first @ second.T, 2).detach())
 
 
 def maps_of(model: nn.Module, path: str) -> tuple[Maps | None, str]:
