@@ -319,5 +319,5 @@ def read_lines(path: Any) -> list[str]:
             f"Expected {source} to be UTF-8 text, but byte {error.start} is not; convert the file first."
         ) from error
     if not any(lines):
-        raise UserError(f"Expected text in {source}, but the file is empty.")
+        raise UserError(f"Expected text in {source}, but the file is empty or blank.")
     return [line for line in lines if line]

@@ -182,9 +182,7 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> pd.
     try:
         table = pq.read_table(source)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"Expected a Parquet table at {source}, but it can't be read as one ({str(error).splitlines()[0]})."
-        ) from error
+        raise UserError(f"Expected a Parquet table at {source}, but it can't be read as one; make it again.") from error
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise UserError(

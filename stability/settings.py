@@ -169,14 +169,11 @@ def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
         raise UserError(f"Expected a run folder with a config.toml, but {path} does not exist.")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        return (
-            RunConfig(
-                tasks.make(tables.pop("task"), tables.pop("task_options")),
-                EncoderConfig(**tables.pop("model")),
-                TrainingConfig(**tables.pop("training")),
-                tables.pop("seed"),
-            ),
-            tables,
+        config = RunConfig(
+            tasks.make(tables.pop("task"), tables.pop("task_options")),
+            EncoderConfig(**tables.pop("model")),
+            TrainingConfig(**tables.pop("training")),
+            tables.pop("seed"),
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"Expected {path} to be TOML, but it can't be read ({error}).") from error
@@ -186,6 +183,9 @@ def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
         raise UserError(f"Expected {path} to describe a training run, but it does not fit ({error}).") from error
     except ValueError as error:
         raise UserError(f"Expected {path} to describe a training run that this version knows: {error}") from error
+    if unknown := sorted(tables.keys() - {"result", "provenance"}):
+        raise UserError(f"Expected {path} to describe a training run, but it also has {', '.join(unknown)}.")
+    return config, tables
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
