@@ -96,7 +96,8 @@ def table(model: nn.Module, batches: Sequence[Any], systems: dict[str, str]) -> 
     heads = found[found["scope"] == "head"]
     lines = [
         "| system | selection | kept share | dispersion | change | heads where it falls by a quarter | separation "
-        "| tail mass | output error | theorem | heads where the comparison with full attention holds (parameters, inputs) |",
+        "| tail mass | output error | theorem "
+        "| heads where the comparison with full attention holds (parameters, inputs) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for system, name in {"full attention": "full", **systems}.items():
