@@ -49,7 +49,7 @@ def _root(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="Seed of data, initialisation and training.")] = 1,
-    epochs: Annotated[int, typer.Option(help="Epochs after which training stops.")] = 25,
+    epochs: Annotated[int, typer.Option(help="Epochs after which training stops.")] = 20,
     steps: Annotated[int, typer.Option(help="Points along each side of the loss slices.")] = 21,
     force: Force = False,
 ) -> None:
