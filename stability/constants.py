@@ -233,7 +233,9 @@ def _parameters(
             parts["value"].append(value_gain * out)
             parts["out"].append(value_gain * value)
         parts["out"].append(length)  # its bias reaches every token
-        found |= {f"{name}.attention.{part}": behind + math.log(math.hypot(*gains)) for part, gains in parts.items()}
+        # A gain of 0 (a softmax over a single key never moves) has the logarithm minus infinity.
+        logs = {part: math.log(gain) if (gain := math.hypot(*gains)) else -math.inf for part, gains in parts.items()}
+        found |= {f"{name}.attention.{part}": behind + log for part, log in logs.items()}
         found[f"{name}.rise"] = network.mlp_in[index]
         bias = network.behind_mlp[index] + math.log(length)
         found[f"{name}.fall"] = log_root_sum_square([network.mlp_out[index], bias])

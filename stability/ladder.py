@@ -145,7 +145,9 @@ def _climb(
         moved = (directions @ flat.T).reshape(len(directions), *jacobian.shape[:2])  # (pick, query, out)
         unit = moved / moved.norm(dim=-1, keepdim=True).clamp(min=1e-300)
         gradient = unit.flatten(1) @ flat
-        directions = gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+        norm = gradient.norm(dim=-1, keepdim=True)
+        # Where nothing moves the outputs every direction is as good as any; a zero one would not be a direction.
+        directions = torch.where(norm > 0, gradient / norm.clamp(min=1e-300), directions)
     return directions
 
 

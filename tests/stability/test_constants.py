@@ -150,3 +150,14 @@ def test_activation_slopes_are_upper_bounds():
     for name, function in ACTIVATIONS.items():
         (slope,) = torch.autograd.grad(function(x).sum(), x)
         assert ACTIVATION[name] - 0.01 <= float(slope.abs().max()) <= ACTIVATION[name]
+
+
+@pytest.mark.parametrize(("attention", "length"), [("topk:1", 7), ("full", 1)])
+def test_a_softmax_that_cannot_move_has_the_constant_zero(attention, length):
+    model = Encoder(EncoderConfig(tokens=9, classes=4, attention=attention, blocks=2, width=8, hidden=12), seed=0)
+    found = constants(model.eval(), torch.arange(length))
+    moving = {name: log for name, log in found.parameters.items() if not name.endswith((".query", ".key"))}
+    still = {name: log for name, log in found.parameters.items() if name.endswith((".query", ".key"))}
+    assert still
+    assert all(log == -math.inf for log in still.values())
+    assert all(math.isfinite(log) for log in moving.values())

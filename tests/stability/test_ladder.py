@@ -171,3 +171,16 @@ def test_figure(tmp_path):
     assert plot_ladder(table, ax=ax) is ax
     ax.figure.savefig(tmp_path / "ladder.png")
     assert isinstance(table, pd.DataFrame)
+
+
+def test_a_token_that_moves_nothing_does_not_hide_the_others():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        tokens, score = torch.randn(6, 4, generator=generator), torch.randn(4, 4, generator=generator)
+        logits = tokens @ (score.T @ tokens.T)  # (query, key)
+        kept = torch.nn.functional.one_hot(logits.argmax(-1), 6).bool()  # one key each: softmax does not move
+        layer = Layer(tokens.double(), score.double(), torch.eye(4, dtype=torch.float64), kept, "heavy-hitter")
+        rungs = ladder(layer).set_index("rung")["value"]
+        most_kept = float(kept.sum(0).max())
+        assert rungs["Jacobian blocks"] == pytest.approx(most_kept)
+        assert rungs["finite difference"] == pytest.approx(most_kept, rel=1e-6)
